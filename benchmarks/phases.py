@@ -9,15 +9,13 @@ a file differs from stock torch's.
 from __future__ import annotations
 
 import argparse
-import json
 import pickle
 import statistics
 import types
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable
 from pathlib import Path
 from time import process_time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from common import Picture, Say, Script, size
@@ -29,18 +27,16 @@ from fastserial.bench.measure import BenchError
 from fastserial.bench.payload import mixed_state
 from fastserial.bench.rotation import Spread
 from fastserial.bench.state import check_memory, scratch, settle
-from fastserial.bench.table import CHECKED, Column, Result, Table, check_files, number
+from fastserial.bench.table import CHECKED, Column, Result, Table, number
 from fastserial.bench.torch_rows import Format, fast, fast_row, stock_row
 from fastserial.reports import SaveReport, format_bandwidth, format_bytes
-from fastserial.trace import IN_FLIGHT, Event
+from fastserial.trace import Event
 
 _OTHER, _IDLE = "other (Python in between)", "idle (no block to fill or write)"
 _WHOLE = "torch.save"
 _STEM = "profile"  # the bytes of a zip depend on it
 _HEADROOM = 256 << 20
 _COPIES = 2
-_MICRO = 1e6
-_LEVEL = "blocks in flight"
 _COLUMNS = (
     Column("seconds", "seconds", number(1, 4)),
     Column("share", "share", lambda share: f"{share:.1%}"),
@@ -62,7 +58,6 @@ class _Run(NamedTuple):
 
 
 def _measure(options: argparse.Namespace, say: Say) -> Result:
-    check_files(options.trace)
     check_memory(options.size)
     container: Format = "legacy" if options.legacy else "zip"
     with scratch(options.folder, _COPIES * options.size + _HEADROOM) as folder:
@@ -93,9 +88,6 @@ def _measure(options: argparse.Namespace, say: Say) -> Result:
                 slowdowns.append(run.seconds / seconds)
     middle = statistics.median_low([run.seconds for run in runs])
     run = next(run for run in runs if run.seconds == middle)
-    if options.trace is not None:
-        events = _as_trace(run.events, run.whole.start, run.whole.thread)
-        options.trace.write_text(json.dumps(events), encoding="utf-8")
     report = run.report
     caption = (
         f"{container}, {options.tensors} tensors on {options.device}, "
@@ -215,46 +207,6 @@ def _ends(spans: list[_Span], name: str) -> list[float]:
     return [span.event.end for span in spans if span.event.name == name]
 
 
-# -- a trace -------------------------------------------------------------------------------------
-
-
-def _as_trace(events: Sequence[Event], begin: float, caller: int) -> dict[str, Any]:
-    """Return events as Chrome trace events, which Perfetto and chrome://tracing open.
-
-    Args:
-        events: of all threads.
-        begin: seconds on `time.perf_counter` that become 0.
-        caller: identifier of the thread that saved.
-    """
-    others = dict.fromkeys(event.thread for event in events if event.thread not in (0, caller))
-    tracks = {ident: index for index, ident in enumerate((caller, *others), 1)}
-    shown: list[dict[str, Any]] = [_named("process_name", 0, name="torch.save")]
-    for track in tracks.values():
-        name = f"engine thread {track - 1}" if track > 1 else "saving thread"
-        shown.append(_named("thread_name", track, name=name))
-        shown.append(_named("thread_sort_index", track, sort_index=track))
-    for name, thread, start, end in sorted(events, key=lambda event: (event.start, -event.end)):
-        if thread:
-            place = {"ph": "X", "name": name, "cat": "save", "pid": 1, "tid": tracks[thread]}
-            shown.append({**place, "ts": _micro(start - begin), "dur": _micro(end - start)})
-    flights = [event for event in events if event.name == IN_FLIGHT]
-    changes = [(event.start, 1) for event in flights] + [(event.end, -1) for event in flights]
-    changes.sort()
-    levels = accumulate(change for _, change in changes)
-    for (when, _), level in zip(changes, levels, strict=True):
-        place = {"ph": "C", "name": _LEVEL, "pid": 1, "tid": 0, "args": {_LEVEL: level}}
-        shown.append({**place, "ts": _micro(when - begin)})
-    return {"traceEvents": shown, "displayTimeUnit": "ms"}
-
-
-def _named(kind: str, track: int, **values: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": 1, "tid": track, "args": values}
-
-
-def _micro(seconds: float) -> float:
-    return round(seconds * _MICRO, 3)
-
-
 if __name__ == "__main__":
     picture = Picture("seconds", "seconds", 1)
     script = Script(__doc__, "one minute", {"size": 64 << 20, "runs": 1}, picture)
@@ -262,5 +214,4 @@ if __name__ == "__main__":
     script.add("--tensors", type=int, default=300, help="of mixed sizes")
     script.add("--legacy", action="store_true", help="torch's legacy format")
     script.add("--device", default="cpu", help="where the tensors are: cpu, cuda, ...")
-    script.add("--trace", type=Path, help="write a trace for ui.perfetto.dev here")
     script.run(_measure)

@@ -55,20 +55,6 @@ def test_a_file_object_stays_synchronous(tmp_path: Path, flag: int, use_zip: boo
     assert report.direct is any(flags & os.O_DIRECT for flags in seen)
 
 
-def test_no_null_device(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("not root: /dev cannot be emptied")
-    ended = run("no_null_device", tmp_path, under=["unshare", "--mount"], code=None)
-    if "unshare" in ended.err or ended.code == 77:
-        pytest.skip(f"no mounts of our own: {ended.err}")
-    assert ended.code == 0, ended.err
-    assert ended.out == "True []\n"
-
-
-def test_bytes_never_meet_text(tmp_path: Path) -> None:
-    assert run("bytes_and_text", tmp_path, flags=["-bb"]).out == "ok\n"
-
-
 def test_nothing_is_logged_for_a_save_and_a_load_that_went_well(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

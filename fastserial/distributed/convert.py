@@ -6,12 +6,12 @@ import os
 from typing import Literal
 
 from fastserial.checkpoints.convert import Converted, container_of, write_source
-from fastserial.checkpoints.dcp_folder import is_dcp_folder
-from fastserial.checkpoints.mapped_source import Source, open_source
+from fastserial.checkpoints.mapped_source import ConvertSource, open_source
 from fastserial.checkpoints.rank_folder import find_rank_folder
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.errors import CheckpointFileError, ConvertError
+from fastserial.formats.container import is_dcp_folder
 from fastserial.patching.install import patched
 
 __all__ = ["Container", "Converted", "convert"]
@@ -31,6 +31,8 @@ def convert(
     config: Config | None = None,
 ) -> Converted:
     """Write a checkpoint in another container; the target is replaced as a whole, or not at all.
+
+        fastserial.convert("ckpt.pt", "model.safetensors", key="model")
 
     Bytes of tensors go from file to file, a block at a time. Pickles are read under the rules of
     `weights_only`. Locations of storages become `cpu`.
@@ -99,7 +101,7 @@ def convert(
         opened.close()
 
 
-def _opened(name: str, is_dcp: bool, verify: bool) -> Source:
+def _opened(name: str, is_dcp: bool, verify: bool) -> ConvertSource:
     if not is_dcp:
         return open_source(name, verify)
     from fastserial.distributed.conversion.folder_source import FolderSource

@@ -30,8 +30,8 @@ from fastserial.errors import (
 )
 from fastserial.files.targets import StockWay
 from fastserial.formats.zip.layout import ZipPlan, archive_name
-from fastserial.memory.batch import Batch
 from fastserial.memory.held_settings import quick_switches
+from fastserial.memory.storages import Batch
 from fastserial.overlap import pending
 from fastserial.overlap.pending import PendingSave
 from fastserial.overlap.snapshot import Snapshot
@@ -76,6 +76,10 @@ def save_async(
     **torch_save_arguments: Any,
 ) -> PendingSave:
     """Save as `torch.save(obj, path)` does, and return before the file is written.
+
+        saving = fastserial.save_async(state, "ckpt.pt")
+        optimizer.step()  # the file holds the state of the call
+        print(saving.wait())
 
     The file becomes what `torch.save` would have written at the call, or stays as it was. A save to
     a target waits for the one before it; at most two are pending.

@@ -36,6 +36,9 @@ _MOST = 2  # one is written, one waits for its turn
 class PendingSave:
     """A save that may still be running.
 
+        saving = fastserial.save_async(state, "ckpt.pt")
+        print(saving.done(), saving.result(timeout=60))
+
     It has the methods of a `concurrent.futures.Future` except `cancel`, and can be awaited.
     """
 
@@ -181,6 +184,9 @@ _failed: list[PendingSave] = []  # whose errors no caller has seen
 
 def wait_all() -> None:
     """Wait for all pending saves.
+
+        fastserial.save_async(state, "ckpt.pt")
+        fastserial.wait_all()
 
     Raises:
         Exception: the error of one that failed, if no caller has seen it; the next call raises

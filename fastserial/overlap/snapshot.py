@@ -17,13 +17,14 @@ import torch
 
 from fastserial.config.performance import PACKED_STORAGE
 from fastserial.errors import StorageChangedError, TornSnapshotError
-from fastserial.memory.batch import Batch, batch_of
-from fastserial.memory.ring import copy_to_host
+from fastserial.memory.buffers import copy_to_host
 from fastserial.memory.storages import (
+    Batch,
     HostMemory,
     Memory,
     StorageMemory,
     StorageOnHost,
+    batch_of,
     is_on_host,
     storage_memory,
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastserial.files.meminfo import available_bytes
+from fastserial.files.linux import available_bytes
 
 __all__ = ["HostRegion", "Staging", "staging"]
 

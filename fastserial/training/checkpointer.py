@@ -32,6 +32,7 @@ from fastserial.overlap.asynchronous import Kind, check_snapshot
 from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import CheckpointFolder
 from fastserial.training.folder_manager import FolderManager
+from fastserial.training.mirror import Mirror
 from fastserial.training.object_states import (
     expected_bytes,
     refuse_unrestorable,
@@ -80,6 +81,13 @@ def _is_torn(error: BaseException) -> bool:
 class Checkpointer:
     """Saves the state of a training run in the background, and resumes from it.
 
+        objects = {"model": model, "optimizer": optimizer}
+        with fastserial.Checkpointer("ckpts", objects, every=100, keep=3) as checkpointer:
+            first = checkpointer.resume()
+            for step in range(first + 1, first + 201):
+                optimizer.step()
+                checkpointer.save(step)
+
     Each checkpoint is one ordinary torch file, `step-00000100.pt`, written whole or not at all.
     `save` copies the tensors, and the file is written while training continues.
 
@@ -98,6 +106,8 @@ class Checkpointer:
         keep_for: str | None = None,
         every: int | str | None = None,
         per_rank: Mapping[str, Any] | None = None,
+        mirror: str | None = None,
+        mirror_bandwidth: float | None = None,
         name: str = "step-{step:08d}.pt",
         on_saved: Callable[[int, str], object] | None = None,
         snapshot: Kind = "copy",
@@ -130,6 +140,11 @@ class Checkpointer:
             per_rank: the values that each rank has of its own, by name, such as data loaders and
                 samplers: as `state`, but without large tensors. They are restored only on the same
                 number of ranks.
+            mirror: URL of a remote folder, such as "s3://bucket/run", to which checkpoints are
+                copied in the background once they are in place. The same rules say which stay
+                there; a local one stays until it is copied. `resume` takes the newest whole
+                checkpoint of both, and `close` waits for the copies.
+            mirror_bandwidth: most bytes per second that the copies may take.
             name: of a file.
             on_saved: called on the saving thread with step and path once a checkpoint is in place,
                 in the process that manages the folder (rank 0). What it raises is logged.
@@ -138,7 +153,8 @@ class Checkpointer:
             rng: save and restore each rank's random generators (Python, torch, NumPy, CUDA).
             weights_only: as `torch.load`. Several ranks cannot load other files.
             group: the ranks that save together; by default all, if torch.distributed is in use.
-            timeout: seconds without a message after which a rank counts as lost.
+            timeout: seconds without a message after which a rank counts as lost, and for which a
+                copy to the mirror that fails is tried again.
             merge: "union": the ranks have different keys, as the stages of a pipeline do; see
                 `distributed.save`.
 
@@ -171,7 +187,10 @@ class Checkpointer:
         self._budget = snapshot_budget
         self._rng = rng
         self._folder = CheckpointFolder(os.path.abspath(os.fsdecode(folder)), name)
-        self._manager = FolderManager(self._folder, retention, on_saved)
+        self._mirror = (
+            Mirror(mirror, self._folder, retention, mirror_bandwidth, timeout) if mirror else None
+        )
+        self._manager = FolderManager(self._folder, retention, on_saved, self._mirror)
         self._key = (os.getpid(), os.path.realpath(self._folder.path))
         self._refuse_second()
         self._ranks = _ranks_of(state, group, weights_only, timeout, merge)
@@ -345,6 +364,7 @@ class Checkpointer:
             WriteError: the folder cannot be written, or is too small for `keep` + 1 checkpoints.
             ConfigError: `resume` would refuse what is in the state (`weights_only`), or another
                 process saves in this folder.
+            RemoteError: the mirror cannot be reached.
             OSError: the folder cannot be created.
             Exception: an object cannot be pickled.
         """
@@ -356,6 +376,9 @@ class Checkpointer:
                 pass
         except OSError as error:
             raise write_error(error.errno or errno.EIO, path) from error
+        with self._ranks.together():
+            if self._mirror is not None and self._ranks.is_main:
+                self._mirror.steps()
         if nbytes is None:
             return None
         nbytes += expected_bytes(self._state)
@@ -443,17 +466,23 @@ class Checkpointer:
             if is_main:
                 self._folder.sweep()
                 self._manager.warn_of_missing_folder()
-        there = self._ranks.steps(self._folder)
+                if step is None:
+                    self._manager.fetch_newest()
+                elif not os.path.exists(self._folder.file(step)):
+                    self._manager.fetch(step)
         if step is not None:
-            self._restore(step, wanted, *self._read(step, wanted))
+            self._restore(step, wanted, *self._read_or_fetch(step, wanted))
             with self._ranks.together():
                 if is_main:
                     self._manager.warn_of_later(step)
             return step
         refused: CheckpointFileError | None = None
-        for candidate in there:
+        tried: set[int] = set()
+        while there := [one for one in self._ranks.steps(self._folder) if one not in tried]:
+            candidate = there[0]
+            tried.add(candidate)
             try:
-                found = self._read(candidate, wanted)
+                found = self._read_or_fetch(candidate, wanted)
             except FileNotFoundError:
                 continue
             except CheckpointFileError as error:
@@ -463,6 +492,9 @@ class Checkpointer:
                 what = "is no checkpoint of a Checkpointer" if other else "is damaged"
                 text = f"{self._folder.file(candidate)} {what}; the one before is used: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
+                with self._ranks.together():
+                    if is_main:
+                        self._manager.fetch_newest(tried)
                 continue
             self._restore(candidate, wanted, *found)
             with self._ranks.together():
@@ -493,6 +525,20 @@ class Checkpointer:
 
     def _read(self, step: int, wanted: ResumeRequest) -> tuple[dict[str, Any], NameDifference]:
         return self._ranks.read(wanted, self._folder.file(step))
+
+    def _read_or_fetch(
+        self, step: int, wanted: ResumeRequest
+    ) -> tuple[dict[str, Any], NameDifference]:
+        """Read a checkpoint; if it is damaged, that of the mirror in its place."""
+        try:
+            return self._read(step, wanted)
+        except CorruptCheckpointError:
+            if self._mirror is None:
+                raise
+            with self._ranks.together():
+                if self._ranks.is_main:
+                    self._manager.fetch(step)
+        return self._read(step, wanted)
 
     def _restore(
         self, step: int, wanted: ResumeRequest, found: dict[str, Any], difference: NameDifference
@@ -548,6 +594,8 @@ class Checkpointer:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
         try:
             self.wait()
+            if self._mirror is not None:
+                self._mirror.close()
         finally:
             self._folder.unlock()
             self._prepared = 0

@@ -61,7 +61,7 @@ class CheckpointFolder:
         """Return the path of a step's checkpoint, whether it exists or not."""
         return os.path.join(self.path, self._name.format(step=step))
 
-    def _step_of(self, name: str) -> int | None:
+    def step_of(self, name: str) -> int | None:
         """Return the step in the name of a file; None if it is another file."""
         match = self._pattern.fullmatch(name)
         step = int(match[1]) if match else None
@@ -76,7 +76,7 @@ class CheckpointFolder:
         found = [
             step
             for entry in self._entries()
-            if (step := self._step_of(entry.name)) is not None and entry.is_file()
+            if (step := self.step_of(entry.name)) is not None and entry.is_file()
         ]
         return sorted(found, reverse=True)
 
@@ -138,7 +138,7 @@ class CheckpointFolder:
         """Remove what killed saves left; files that other processes write are locked, and stay."""
         for entry in list(self._entries()):
             match = _LEFTOVER.fullmatch(entry.name)
-            if match and self._step_of(match[1]) is not None:
+            if match and self.step_of(match[1]) is not None:
                 with contextlib.suppress(OSError):
                     _remove_unlocked(entry.path)
 

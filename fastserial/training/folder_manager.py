@@ -6,11 +6,12 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from fastserial.errors import FastserialError
+from fastserial.errors import CorruptCheckpointError, FastserialError, RemoteError
 from fastserial.training.folder import CheckpointFolder
+from fastserial.training.mirror import Mirror
 from fastserial.training.retention import Retention
 from fastserial.training.single_process import OWN
 
@@ -24,6 +25,7 @@ class FolderManager:
 
     Attributes:
         folder: where they are.
+        mirror: where they are copied to; None without one.
         damaged: steps whose files are damaged, or not a Checkpointer's.
         stale: steps that another run left.
     """
@@ -33,14 +35,17 @@ class FolderManager:
         folder: CheckpointFolder,
         retention: Retention,
         on_saved: Callable[[int, str], object] | None,
+        mirror: Mirror | None = None,
     ) -> None:
         self.folder = folder
+        self.mirror = mirror
         self.damaged: set[int] = set()
         self.stale: set[int] = set()
         self._retention = retention
         self._metric = retention.best[0] if retention.best is not None else None
         self._on_saved = on_saved
         self._values: dict[int, float | None] = {}  # the metric's, by step
+        self._written: int | None = None  # the step that was written last
 
     def written(self, step: int, metrics: Mapping[str, float], is_main: bool) -> None:
         """Call `on_saved` for a checkpoint that is in place, and remove old ones.
@@ -51,6 +56,7 @@ class FolderManager:
         self.damaged.discard(step)
         self.stale.discard(step)
         self._values[step] = None if self._metric is None else metrics.get(self._metric)
+        self._written = step
         if not is_main:
             return
         path = self.folder.file(step)
@@ -59,10 +65,21 @@ class FolderManager:
                 self._on_saved(step, path)
             except Exception:
                 _log.exception("%s: on_saved failed", path)
+        if self.mirror is not None:
+            self.mirror.add({step: metrics}, self.prune)
+        self.prune()
+
+    def prune(self) -> None:
+        """Remove what no rule keeps, except what is still to be mirrored."""
+        if self._written is None:
+            return
         try:
-            self._prune(step)
+            self._prune(self._written)
         except OSError as error:
             _log.warning("an old checkpoint in %s stays: %s", self.folder.path, error)
+
+    def _is_to_be_mirrored(self, step: int) -> bool:
+        return self.mirror is not None and self.mirror.is_waiting(step)
 
     def _prune(self, step: int) -> None:
         """Remove what no rule keeps, but never the step that was just written.
@@ -77,7 +94,9 @@ class FolderManager:
             return 0.0 if written is None else now - written
 
         surplus = self._retention.surplus(steps, self.stale, age, self._value_of)
-        self.folder.remove(one for one in surplus if one != step)
+        self.folder.remove(
+            one for one in surplus if one != step and not self._is_to_be_mirrored(one)
+        )
 
     def _value_of(self, step: int) -> float | None:
         """Return the metric's value of a checkpoint, which an earlier process may have written."""
@@ -96,6 +115,50 @@ class FolderManager:
             if step not in self.damaged and self.folder.is_complete(step):
                 return self.folder.file(step)
         return None
+
+    def fetch_newest(self, tried: Collection[int] = ()) -> None:
+        """Download from the mirror its newest whole checkpoint, if the folder has none as new.
+
+        Args:
+            tried: steps that are known to be damaged.
+
+        Raises:
+            RemoteError: the mirror fails, and the folder has no other checkpoint.
+            WriteError: the file cannot be written.
+        """
+        if self.mirror is None:
+            return
+        usable = (step for step in self.folder.steps() if step not in tried)
+        here = next((step for step in usable if self.folder.is_complete(step)), None)
+        try:
+            there = self.mirror.steps()
+        except RemoteError as error:
+            if here is None:
+                raise
+            warnings.warn(f"the mirror is not used: {error}", RuntimeWarning, stacklevel=4)
+            return
+        for step in there:
+            if here is not None and step <= here:
+                return
+            if step not in tried and self.fetch(step):
+                return
+
+    def fetch(self, step: int) -> bool:
+        """Download a step's checkpoint from the mirror; return whether the mirror has it whole.
+
+        Raises:
+            RemoteError: the mirror fails.
+            WriteError: the file cannot be written.
+        """
+        try:
+            if self.mirror is not None:
+                self.mirror.fetch(step)
+                return True
+        except FileNotFoundError:
+            pass
+        except CorruptCheckpointError as error:
+            warnings.warn(f"a copy in the mirror is damaged: {error}", RuntimeWarning, stacklevel=4)
+        return False
 
     def warn_of_later(self, step: int) -> None:
         """Warn of checkpoints that `resume` would prefer to those saved from now on."""

@@ -41,17 +41,3 @@ def _cut(name: str, path: Path, nbytes: int) -> None:
     torch.save({"step": 3, "weights": [torch.ones(nbytes)]}, path)
     with path.open("r+b") as file:
         file.truncate(nbytes // 2)
-
-
-@pytest.mark.parametrize(("step", "weights", "counted"), [(2, 2, "old"), (3, 3, "new")])
-def test_a_whole_checkpoint_is_told_from_a_mix(
-    tmp_path: Path, step: int, weights: int, counted: str
-) -> None:
-    path = tmp_path / "ckpt.pt"
-    found = crash.Crashes("stock torch")
-    torch.save({"step": step, "weights": [torch.full((9,), float(weights))]}, path)
-    crash._look(path, found)
-    assert getattr(found, counted) == 1
-    torch.save({"step": step, "weights": [torch.full((9,), float(weights + 1))]}, path)
-    crash._look(path, found)
-    assert found.errors == {"it loads, with weights of two checkpoints": 1}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
+import importlib.util
 import io
 import json
 import os
-import signal
 import stat
-from collections.abc import Callable
-from multiprocessing import Pipe, forkserver
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +14,19 @@ import pytest
 import torch
 from rich.console import Console
 
-import fastserial
-from fastserial.bench import fio, load, rotation, save, state, table
+from fastserial.bench import fio, rotation, save, table
 from fastserial.bench.compare import different_tensors, digest
-from fastserial.bench.fio import FioVariant
-from fastserial.bench.load import COLD, FRESH, WARM
+from fastserial.bench.fio import FioSettings
 from fastserial.bench.measure import BenchError, Sample, measure, parse_bytes
-from fastserial.bench.payload import build_model, mixed_state, model_state
 from fastserial.bench.rotation import DURABLE, LOOSE, Measured, Plan, Row, Spread, rotate, summarize
-from fastserial.bench.state import scratch
 from fastserial.bench.table import Column, Result, Table, number
 from fastserial.bench.torch_rows import (
     Format,
     engine_rows,
-    fast_row,
     stock_row,
     torch_rows,
     zip_holds,
 )
-from fastserial.errors import ConfigError
-from fastserial.files.caching import cached_fraction
 
 CALM = Plan(runs=2, warmups=1, pause=0.0)
 
@@ -45,47 +35,24 @@ CALM = Plan(runs=2, warmups=1, pause=0.0)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (rotation, save):
         monkeypatch.setattr(module, "settle", lambda pause: None)
-    monkeypatch.setattr(load, "_TAKEN_BACK", 0.0)
 
 
 def sample(seconds: float, nbytes: int = 1000) -> Sample:
     return Sample(nbytes, seconds, seconds / 2, 100)
 
 
+def models() -> Any:
+    """The script of this name, which is not installed."""
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "models.py"
+    spec = importlib.util.spec_from_file_location("models", path)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 # --- data -------------------------------------------------------------------------------------
-
-
-def test_states_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BenchError, match="memory"):
-        mixed_state(1 << 60, 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BenchError, match="no CUDA device"):
-        mixed_state(1000, 1, "cuda")
-    pytest.importorskip("transformers")
-    monkeypatch.setattr(state, "meminfo", lambda: {"MemAvailable": 8 << 30})
-    for options in ({"model": "phi3"}, {"model": "llama3-1b", "optimizer": True}):
-        with pytest.raises(BenchError, match="leave out the optimizer"):
-            model_state(**options)
-
-
-def test_model_state_is_that_of_the_model() -> None:
-    pytest.importorskip("transformers")
-    module, vocabulary = build_model("gpt2-tiny", "cpu")
-    assert vocabulary == 50257
-    optimizer = torch.optim.Adam(module.parameters(), foreach=False)
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    found = model_state("gpt2-tiny", optimizer=True, half=True)
-    assert found["model"]["lm_head.weight"] is found["model"]["transformer.wte.weight"]
-    assert found["model"]["lm_head.weight"].unique().numel() > 1000
-    module.half().load_state_dict(found["model"])
-    theirs, ours = optimizer.state_dict()["state"], found["optimizer"]["state"]
-    assert list(ours) == list(theirs)
-    for index, states in theirs.items():
-        assert {key: (t.shape, t.dtype) for key, t in ours[index].items()} == {
-            key: (t.shape, t.dtype) for key, t in states.items()
-        }
 
 
 @pytest.mark.parametrize(
@@ -93,12 +60,6 @@ def test_model_state_is_that_of_the_model() -> None:
 )
 def test_sizes(text: str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "xGB", "infGB", "1e999", "1 parsec"])
-def test_sizes_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        parse_bytes(text)
 
 
 # --- comparing --------------------------------------------------------------------------------
@@ -121,8 +82,13 @@ def test_stock_is_read_back(tmp_path: Path) -> None:
     mark = bytes(range(200, 240))
     marked = {"b": torch.frombuffer(bytearray(mark * 100), dtype=torch.uint8), "lr": 0.1}
     path = tmp_path / "file.pt"
-    row = stock_row(marked, "zip", crc=False)
-    row.run(path)
+    row = stock_row(marked, "zip")
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # else torch finds the damage by itself
+    try:
+        row.run(path)
+    finally:
+        torch.serialization.set_crc32_options(before)
     assert row.check is not None
     assert row.check(path)
     assert not zip_holds({**marked, "more": torch.ones(1)}, path)
@@ -147,22 +113,6 @@ def test_measure_sees_memory_and_time() -> None:
         again = measure(lambda: None)
         assert again.extra_bytes is not None
         assert again.extra_bytes < size / 2
-
-
-def test_scratch_is_removed(tmp_path: Path) -> None:
-    def interrupted() -> None:
-        with scratch(tmp_path, 0) as folder:
-            (folder / "sub").mkdir()
-            (folder / "sub" / "file").write_bytes(b"x")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(BenchError, match="free"), scratch(tmp_path, 1 << 60):
-        pass
-    with pytest.raises(BenchError, match="create it"), scratch(tmp_path / "missing", 0):
-        pass
 
 
 def writer(name: str, order: list[str], data: bytes, **more: Any) -> Row:
@@ -206,76 +156,19 @@ def test_rows_take_turns(tmp_path: Path) -> None:
 def test_torch_rows(tmp_path: Path, container: Format) -> None:
     value = {"a": torch.arange(100_000), "b": torch.zeros(3)}
     before = torch.serialization._save
-    rows = torch_rows(value, (container,), overwriting=True, small_pages=True)
+    rows = torch_rows(value, (container,), overwriting=True)
     others, missing = engine_rows(value, (container,))
     measured = rotate([*rows, *others], tmp_path, CALM)
-    assert len({row.name for row in rows}) == len(rows) == (9 if container == "zip" else 8)
+    assert len({row.name for row in rows}) == len(rows) == 6
     for one in measured:
-        ours = "fastserial" in one.row.name and "null" not in one.row.name
-        assert one.identical is (True if ours else None)
+        assert one.identical is (True if "fastserial" in one.row.name else None)
         assert one.samples[0].nbytes >= 800_000
     assert missing.keys() | {one.row.name for one in measured} >= {"fastserial " + container}
     assert torch.serialization._save is before
-    assert torch.serialization.get_crc32_options()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_save_that_is_not_ours_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fastserial, "last_save_report", lambda: None)
-    with pytest.raises(BenchError, match="not fastserial"):
-        fast_row({}, "zip").run(tmp_path / "a.pt")
-
-
 # --- loads ------------------------------------------------------------------------------------
-
-
-def test_every_load_begins_in_the_same_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = [tmp_path / name for name in ("a.pt", "b.pt")]
-    for path in paths:
-        path.write_bytes(os.urandom(1 << 20))
-    touched: list[int] = []
-    slept: list[float] = []
-    monkeypatch.setattr(load, "fetch_free_memory", touched.append)
-    monkeypatch.setattr(load.time, "sleep", slept.append)
-    loads = load._Loads(tmp_path, 1 << 20, {}, {}, "cpu")
-
-    def cached() -> list[float | None]:
-        found = []
-        for path in paths:
-            with path.open("rb") as file:
-                found.append(cached_fraction(file.fileno(), 0, path.stat().st_size))
-        return found
-
-    for turn in range(2):  # whatever the row before has left
-        loads._prepare((paths[turn],), WARM)
-        assert cached() == [1.0 - turn, 0.0 + turn]
-        loads._prepare((paths[turn],), COLD)
-        assert cached() == [0.0, 0.0]
-    assert touched == [16 << 20] * 4
-    assert slept == []
-    loads._prepare(tuple(paths), FRESH)
-    assert len(touched) == 4
-    assert slept == [load._TAKEN_BACK]
-
-
-def test_a_load_that_fails_is_told_and_ctrl_c_is_the_parent_s(tmp_path: Path) -> None:
-    def task(load_it: Callable[[Any], Any]) -> Any:
-        reader = load.Reader("a row", (), load_it)
-        return load._Task(reader, {}, "cpu", compare=True)
-
-    with pytest.raises(BenchError, match="a row: TypeError"):
-        load._load_afresh(task(os.fspath))
-    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    status = Path(f"/proc/{server}/status").read_text()
-    ignored = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn"))
-    assert int(ignored, 16) >> (signal.SIGINT - 1) & 1
-    ours, theirs = Pipe(duplex=False)
-    ours.close()  # the parent is gone
-    load._serve(task(lambda target: {}), theirs)
 
 
 # --- counting ---------------------------------------------------------------------------------
@@ -285,13 +178,13 @@ def test_summary() -> None:
     def row(name: str, group: str = DURABLE, stock: str | None = None) -> Row:
         return Row(name, group, lambda path: sample(1), stock)
 
-    rows = [row("fio a"), row("fio b"), row("stock"), row("fast", DURABLE, "stock")]
-    times = [[4.0, 4.0], [1.0, 2.0], [8.0, 8.0], [2.0, 1.0]]
+    rows = [row("fio"), row("stock"), row("fast", DURABLE, "stock")]
+    times = [[1.0, 2.0], [8.0, 8.0], [2.0, 1.0]]
     measured = [Measured(row, [sample(t) for t in ts]) for row, ts in zip(rows, times, strict=True)]
     measured.append(Measured(row("loose", LOOSE, "absent"), [sample(1), sample(1)]))
-    lines = {line["name"]: line for line in summarize(measured, ["fio a", "fio b"])}
+    lines = {line["name"]: line for line in summarize(measured, "fio")}
     fast = lines["fast"]
-    assert fast["to_fio"] == Spread(1.25, 0.5, 2.0)  # over fio b, the faster one, round by round
+    assert fast["to_fio"] == Spread(1.25, 0.5, 2.0)  # round by round
     assert fast["to_stock"] == Spread(6, 4, 8)
     assert lines["stock"]["to_stock"] == Spread(1, 1, 1)
     assert lines["loose"]["to_fio"] is None
@@ -327,7 +220,7 @@ def test_fio_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     answer = json.dumps({"jobs": [WORDS]})
     log = tmp_path / "log"
     fake_fio(tmp_path, monkeypatch, f"echo \"$@\" > {log}\necho 'fio: note'\necho '{answer}'")
-    found = fio.run_fio(FioVariant("libaio", 1 << 20, True), tmp_path / "a:b", 8_000_000)
+    found = fio.run_fio(FioSettings("libaio", 1 << 20, True), tmp_path / "a:b", 8_000_000)
     assert found.seconds == pytest.approx(0.04)
     assert found.nbytes == 8 << 20
     assert found.cpu_seconds == pytest.approx(0.01)
@@ -336,48 +229,6 @@ def test_fio_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     asked = log.read_text()
     for word in ("--end_fsync=1", "--direct=1", "--fallocate=native", "a\\:b", "--size=8388608"):
         assert word in asked
-    variant = fio.fresh_variant(FioVariant("libaio", 1 << 20, True, huge=True))
-    assert str(variant) == "fio libaio 1MiB, fresh data, prealloc"
-    fio.run_fio(variant, tmp_path / "file", 100 << 20)
-    asked = log.read_text()
-    for word in ("--iodepth=100", "--iomem=malloc", "--size=104857600"):
-        assert word in asked
-
-
-@pytest.mark.parametrize("script", ["echo no engine >&2; exit 1", "exit 0", "echo '{}'"])
-def test_fio_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    fake_fio(tmp_path, monkeypatch, script)
-    with pytest.raises(BenchError, match="libaio"):
-        fio.run_fio(FioVariant("libaio", 1 << 20, False), tmp_path / "file", 1)
-
-
-def test_best_of_fio() -> None:
-    def run(variant: FioVariant) -> Sample:
-        if variant.engine == "io_uring":
-            raise BenchError("no io_uring here")
-        return sample(variant.block if variant.preallocate else 1 / variant.block)
-
-    best = fio.best_variants(run)
-    assert {(v.engine, v.block, v.preallocate) for v in best} == {
-        ("libaio", 1 << 20, True),
-        ("libaio", 8 << 20, False),
-    }
-    assert all(variant.direct and not variant.huge for variant in best)
-    found = fio.best_variants(lambda variant: sample(1), huge=True)
-    assert all(variant.huge and variant.direct for variant in found)
-
-    def refuse(variant: FioVariant) -> Sample:
-        if variant.huge or variant.direct:
-            raise BenchError("Cannot allocate memory, or Invalid argument")
-        return sample(1)
-
-    assert not any(v.huge or v.direct for v in fio.best_variants(refuse, huge=True))
-
-    def fail(variant: FioVariant) -> Sample:
-        raise BenchError("nothing works")
-
-    with pytest.raises(BenchError, match="nothing works"):
-        fio.best_variants(fail)
 
 
 # --- tables -----------------------------------------------------------------------------------
@@ -397,15 +248,11 @@ def test_a_table_prints_and_is_written(tmp_path: Path) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for words in ("a title", "2,000 (1,000–3,000)", "[ours]", "[no] room", "a caption", "yes"):
         assert words in text
-    result.write(tmp_path / "out.json", tmp_path / "out.csv")
+    result.write(tmp_path / "out.json")
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["tables"][0]["rows"][0]["seconds"] == {"median": 2, "low": 1, "high": 3}
     assert found["machine"]["cores"] > 0
     assert found["command"]
-    with (tmp_path / "out.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["seconds_greatest"] for row in rows] == ["3", "1", ""]
-    assert [row["problem"] for row in rows] == ["", "", "[no] room"]
     assert result.right
     wrong = [*ROWS, {"name": "wrong", "identical": False}]
     result = Result("test", tmp_path, "", {}, [Table(wrong, columns)])

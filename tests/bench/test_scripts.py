@@ -12,7 +12,7 @@ import torch
 from support import processes
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
-NOT_SCRIPTS = {"all", "common", "peers", "ranks"}
+NOT_SCRIPTS = {"all", "common", "models", "peers", "ranks"}
 MATRIX = "--size 2MiB --block-size 1MiB,2MiB --queue-depth 6 --threads 6"
 # What makes it shorter than --short, what it needs beside torch, and some of the rows it must have.
 RUNS: dict[str, tuple[str, tuple[str, ...], set[str]]] = {
@@ -169,47 +169,3 @@ def test_a_rank_that_fails_ends_the_run(tmp_path: Path) -> None:
         f"run_ranks({str(script)!r}, {{}}, 2)"
     )
     assert "rank 1 ended with 3" in processes.python("-c", code, code=1, timeout=120).err
-
-
-def test_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
-    table = tmp_path / "sweep.csv"
-    words = [*MATRIX.split(), "--csv", table]
-    run("sweep", tmp_path, *words, "--op", "write")
-    before = table.read_text()
-    assert len(before.splitlines()) == 3
-    table.write_text(before[:-20])  # the last line was cut
-    run("sweep", tmp_path, *words, "--op", "write,read")
-    lines = table.read_text().splitlines()
-    assert lines[:2] == before.splitlines()[:2]
-    assert len(lines) == 5
-    run("sweep", tmp_path, *words, "--op", "write,read")
-    assert table.read_text().splitlines() == lines
-
-
-def test_the_trace_of_phases(tmp_path: Path) -> None:
-    """For a viewer of traces: spans of one thread nest, and lie within the save."""
-    trace = tmp_path / "trace.json"
-    found = run("phases", tmp_path, "--size", "16MiB", "--tensors", 12, "--trace", trace)
-    for table in found["tables"][:2]:
-        assert sum(row["share"] for row in table["rows"]) == pytest.approx(1)
-    spans = [one for one in json.loads(trace.read_text())["traceEvents"] if one["ph"] == "X"]
-    whole = next(span for span in spans if span["name"] == "torch.save")
-    assert all(span["ts"] + span["dur"] <= whole["dur"] + 1 for span in spans)
-    for track in {span["tid"] for span in spans}:
-        ends_of: list[float] = []
-        for span in (span for span in spans if span["tid"] == track):
-            while ends_of and ends_of[-1] <= span["ts"] + 0.01:
-                ends_of.pop()
-            assert not ends_of or span["ts"] + span["dur"] <= ends_of[-1] + 0.01
-            ends_of.append(span["ts"] + span["dur"])
-
-
-def test_plots(tmp_path: Path) -> None:
-    target = tmp_path / "out.png"
-    words = (SCRIPTS / "startup.py", "--folder", tmp_path, "--short", "--plot", target)
-    if importlib.util.find_spec("matplotlib") is None:
-        assert "pip install matplotlib" in processes.python(*words, code=2).err
-        assert list(tmp_path.iterdir()) == []
-    else:
-        processes.python(*words)
-        assert target.read_bytes().startswith(b"\x89PNG")

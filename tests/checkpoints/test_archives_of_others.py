@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import shutil
 import subprocess
 import warnings
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.archives import APPENDED, REWRITTEN, appended, checkpoint, rewritten, state
-from support.damage import bad_sectors, flip
+from support.damage import flip
 from support.identity import digest, stock
 from support.loading import DEFAULT, FORCED, both, forced
 
@@ -25,7 +24,6 @@ import fastserial
 from fastserial.checkpoints.verify import VerifyReport, verify
 from fastserial.config import Config
 from fastserial.errors import (
-    CheckpointFileError,
     CorruptCheckpointError,
     LoadMismatchError,
     UnreadableCheckpointError,
@@ -163,18 +161,6 @@ def test_two_records_of_one_name(name: str, tmp_path: Path) -> None:
                 read(path)
 
 
-@pytest.mark.parametrize(("at", "value"), [(34, b"\x02\x00"), (38, b"\x10\x00\x00\x00")])
-def test_entries_of_which_torch_reads_no_data(at: int, value: bytes, tmp_path: Path) -> None:
-    """They say that a record is in another part of the archive, or a folder."""
-    data = bytearray(rewritten(checkpoint()))
-    entry = data.rindex(b"archive/data/0") - 46
-    data[entry + at : entry + at + len(value)] = value
-    report = check(tmp_path / "x.pt", data)
-    assert [(problem.kind, problem.record) for problem in report.problems] == [
-        ("directory", "data/0")
-    ]
-
-
 @pytest.mark.parametrize("bit", range(16))
 def test_the_flags_that_torch_refuses(bit: int, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
@@ -235,24 +221,6 @@ def test_what_torch_cannot_load(name: str, tmp_path: Path) -> None:
     assert report.status == "damaged", report
 
 
-def test_a_directory_on_another_disk(tmp_path: Path) -> None:
-    """What means "see the zip64 record" is a number of a disk where there is none."""
-    path = tmp_path / "x.pt"
-    data = bytearray(rewritten(checkpoint()))
-    end = data.rindex(b"PK\x05\x06")
-    data[end + 6 : end + 8] = b"\xff\xff"
-    assert check(path, data).status == "unreadable"
-    assert not loads(path)
-
-
-def test_a_storage_that_torch_cannot_read(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    path.write_bytes(NOT_LOADED["in bzip2"])
-    for read in (opened, filled):
-        with pytest.raises((CheckpointFileError, LoadMismatchError)):
-            read(path)
-
-
 def test_a_pickle_cut_short_by_torchs_writer(tmp_path: Path) -> None:
     """Every checksum is right, and so is the layout."""
     path = tmp_path / "x.pt"
@@ -271,32 +239,6 @@ def test_a_pickle_cut_short_by_torchs_writer(tmp_path: Path) -> None:
         assert loads(path) == whole
         assert report.ok == whole, report
         assert {problem.kind for problem in report.problems} == (set() if whole else {"pickle"})
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_pickles_of_every_protocol_are_whole(protocol: int, tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    value = {"a": torch.ones(9), "set": {1, 2}, "bytes": bytearray(5), "text": "x" * 300}
-    with stock():
-        torch.save(value, path, pickle_protocol=protocol)
-    assert verify(path, SMALL).ok
-
-
-@pytest.mark.parametrize(
-    ("pickled", "whole"),
-    [
-        (b"\x80\x02]q\x00.", True),
-        (b"\x80\x02]q\x00", False),
-        (b"", False),
-        (b"of another module", True),
-    ],
-)
-def test_a_pickle_that_is_whole(pickled: bytes, whole: bool, tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a/data.pkl", pickled)
-        archive.writestr("a/version", "3\n")
-    assert verify(path, SMALL).ok is whole
 
 
 # -- other archives ------------------------------------------------------------------------------
@@ -343,17 +285,3 @@ def test_other_archives_of_torch(save: Any, tmp_path: Path) -> None:
 
 
 # -- disk errors ---------------------------------------------------------------------------------
-
-
-def test_disk_errors_in_two_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one does not hide the second."""
-    path = tmp_path / "x.pt"
-    with zipfile.ZipFile(path, "w") as file:
-        for name, body in (("data.pkl", pickle.dumps(1, 2)), ("version", b"3\n")):
-            file.writestr(f"a/{name}", body)
-        for number in range(3):
-            file.writestr(f"a/data/{number}", bytes(300_000))
-    bad_sectors(monkeypatch, 150_000, 750_000)
-    report = verify(path, SMALL)
-    found = {(problem.kind, problem.record) for problem in report.problems}
-    assert found == {("read", "data/0"), ("read", "data/2")}

@@ -127,12 +127,6 @@ def test_impossible_path(place: str, fmt: str, tmp_path: Path) -> None:
     still_saves(tmp_path / "after", fmt)
 
 
-def test_missing_directory_says_what_to_do(tmp_path: Path) -> None:
-    """Stock says it too: the parent directory."""
-    with fast(), pytest.raises(RuntimeError, match=r"Parent directory .*missing does not exist"):
-        save(tmp_path / "missing" / "a.pt", "zip")
-
-
 @both_formats
 def test_relative_path_after_chdir(
     fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -329,19 +323,6 @@ def test_symlinks_are_followed(kind: str, fmt: str, tmp_path: Path) -> None:
 
 
 @both_formats
-@pytest.mark.parametrize("mask", [0o000, 0o022, 0o027, 0o077])
-def test_umask(mask: int, fmt: str, tmp_path: Path) -> None:
-    """A new file gets the mode that stock gives it."""
-    os.umask(mask)  # which the fixture above takes back
-    modes = {}
-    for side, context in SIDES.items():
-        with context():
-            save(tmp_path / side, fmt)
-        modes[side] = stat.S_IMODE((tmp_path / side).stat().st_mode)
-    assert modes["fast"] == modes["stock"] == 0o666 & ~mask
-
-
-@both_formats
 @pytest.mark.parametrize("owner", [None, pytest.param((1234, 5678), marks=needs_root)])
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o755, 0o660])
 def test_mode_and_owner_of_existing_file(
@@ -361,30 +342,6 @@ def test_mode_and_owner_of_existing_file(
         status = path.stat()
         found[side] = ((status.st_uid, status.st_gid), stat.S_IMODE(status.st_mode))
     assert found["fast"] == found["stock"] == (owner, mode)
-
-
-@needs_root
-@both_formats
-def test_group_of_setgid_directory(fmt: str, tmp_path: Path) -> None:
-    """A shared project directory hands its group down."""
-    groups = {}
-    for side, context in SIDES.items():
-        folder = tmp_path / side
-        folder.mkdir()
-        os.chown(folder, -1, 4321)
-        folder.chmod(0o2775)
-        with context():
-            save(folder / "a.pt", fmt)
-        groups[side] = (folder / "a.pt").stat().st_gid
-    assert groups["fast"] == groups["stock"] == 4321
-
-
-@both_formats
-def test_dev_null(fmt: str) -> None:
-    """A device stays a device."""
-    with fast():
-        save("/dev/null", fmt)
-    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
 @both_formats
@@ -490,27 +447,6 @@ def test_not_a_file(thing: str, fmt: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # --- threads and processes --------------------------------------------------------------------
-
-
-@both_formats
-def test_threads_different_paths(fmt: str, tmp_path: Path) -> None:
-    """Saves that run at the same time do not mix."""
-    lives = [{"t": noise(400_000 + i), "n": i} for i in range(6)]
-    want = [by_stock(tmp_path / f"{i}.pt", fmt, live) for i, live in enumerate(lives)]
-    errors: list[BaseException | None] = []
-    start = threading.Barrier(len(lives))
-
-    def run(i: int) -> None:
-        start.wait()
-        for _ in range(4):
-            errors.append(raised(lambda: save(tmp_path / f"{i}.pt", fmt, lives[i])))
-
-    with fast(small_file=0):
-        _run_all([lambda i=i: run(i) for i in range(len(lives))])  # type: ignore[misc]
-    assert errors == [None] * 24
-    for i, data in enumerate(want):
-        assert difference(data, (tmp_path / f"{i}.pt").read_bytes()) is None
-    assert len(os.listdir(tmp_path)) == len(lives)
 
 
 @both_formats

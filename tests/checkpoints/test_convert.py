@@ -17,14 +17,9 @@ import torch
 from support.corpus import CASES, MIB, Case, noise
 from support.identity import digest, saver, stock
 from support.limits import status
-from typer import Typer
-from typer.testing import CliRunner
 
 import fastserial
 from fastserial.checkpoints.inspect import inspect
-from fastserial.checkpoints.streaming import elements_of
-from fastserial.cli import convert as convert_module
-from fastserial.config import current
 from fastserial.distributed.convert import Container, convert
 from fastserial.errors import (
     ConvertError,
@@ -34,7 +29,6 @@ from fastserial.errors import (
     WriteError,
 )
 
-ZIP = "_use_new_zipfile_serialization"
 TORCH_CONTAINERS: tuple[Container, ...] = ("zip", "legacy")
 SMALL = [
     (case, fmt)
@@ -134,41 +128,6 @@ def test_to_safetensors_and_back(fmt: Container, tmp_path: Path) -> None:
         assert torch.equal(again[key], tensor.detach()), key
 
 
-def test_metadata(tmp_path: Path) -> None:
-    """Kept where there is a place for it; else the caller is told what is lost."""
-    safetensors = pytest.importorskip("safetensors")
-    torch_io = pytest.importorskip("safetensors.torch")
-    source, copy = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    text = {"author": "ü \x1b[31m", "format": "pt", "modelspec.title": "x" * 5000}
-    torch_io.save_file({"w": torch.ones(9)}, source, metadata=text)
-    assert convert(source, copy).dropped == ()
-    with safetensors.safe_open(copy, "pt") as file:
-        assert file.metadata() == text
-    for to in TORCH_CONTAINERS:
-        done = convert(source, tmp_path / "c.pt", to)
-        assert set(done.dropped) == {"author", "modelspec.title"}
-    torch_io.save_file({"w": torch.ones(9)}, source)
-    assert convert(source, copy).dropped == convert(source, tmp_path / "c.pt").dropped == ()
-    with safetensors.safe_open(copy, "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-    convert(tmp_path / "c.pt", copy)
-    with safetensors.safe_open(copy, "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-
-
-def test_metadata_that_is_lost_is_told(tmp_path: Path) -> None:
-    torch_io = pytest.importorskip("safetensors.torch")
-    source, target = tmp_path / "a.safetensors", tmp_path / "b.pt"
-    torch_io.save_file({"w": torch.ones(9)}, source, metadata={"author": "me", "a\x1b": "b"})
-    app = Typer()
-    app.command()(convert_module.convert)
-    result = CliRunner().invoke(app, [str(source), str(target)])
-    assert result.exit_code == 0
-    assert "metadata" in result.output
-    assert "'author'" in result.output
-    assert "\x1b" not in result.output
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "number": (lambda: {"a": torch.ones(3), "epoch": 5}, "'epoch'.* of type int, not a tensor"),
     "nested": (lambda: {"model": {"a": torch.ones(3)}}, "'model'.*key"),
@@ -247,37 +206,6 @@ def test_parts_whose_names_hold_dots(key: str, size: int | None, tmp_path: Path)
     with stock():
         found = torch.load(target)
     assert len(found) == (size or 2)
-
-
-@pytest.mark.parametrize("first", [{}, {"epoch": 3}])
-def test_the_part_that_is_wanted_is_named(first: dict[str, Any], tmp_path: Path) -> None:
-    """A Lightning checkpoint, say."""
-    value = {**first, "state_dict": {"w": torch.ones(3)}, "callbacks": {}}
-    with pytest.raises(ConvertError, match=r"key='state_dict' \(--key state_dict\)"):
-        convert(saved(tmp_path, value), tmp_path / "t.safetensors")
-
-
-@pytest.mark.parametrize("fmt", [*TORCH_CONTAINERS, "deflated"])
-def test_what_a_later_pickle_protocol_means(fmt: str, tmp_path: Path) -> None:
-    source, zipped = tmp_path / "source.pt", fmt != "legacy"
-    with stock():
-        torch.save({"a": torch.ones(3)}, source, pickle_protocol=4, **{ZIP: zipped})
-    if fmt == "deflated":  # all but the storages
-        with zipfile.ZipFile(source) as archive:
-            records = {name: archive.read(name) for name in archive.namelist()}
-        with zipfile.ZipFile(source, "w") as archive:
-            for name, data in records.items():
-                archive.writestr(name, data, zipfile.ZIP_DEFLATED * ("/data/" not in name))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            with stock():
-                torch.load(source, weights_only=True)
-        except Exception:
-            with pytest.raises(ConvertError, match=r"source\.pt: .* protocol 4"):
-                convert(source, tmp_path / "t.pt")
-        else:  # a torch that knows it
-            convert(source, tmp_path / "t.pt")
 
 
 def test_archives_of_other_kinds_are_refused(tmp_path: Path) -> None:
@@ -374,61 +302,3 @@ def test_memory(to: Container, tmp_path: Path) -> None:
     assert status("VmHWM") - before < 96 * MIB
     for file in tmp_path.iterdir():
         file.unlink()
-
-
-@pytest.mark.parametrize("size", [1, 3, 7, 64, 10**6])
-def test_elements_in_order(size: int) -> None:
-    """Of what is not contiguous, in blocks of any size, which may end within an element."""
-    some = torch.arange(2 * 3 * 5 * 4, dtype=torch.int32).view(2, 3, 5, 4)
-    for tensor in (
-        some.permute(2, 0, 3, 1),
-        some[0, 0].t(),
-        some[:, 1:, ::2, 1:3],
-        some.view(1, 60, 2).transpose(1, 2),  # its rows are half of it
-        some[0, 0, 0].expand(6, 4),
-        some[0, 0, 0, ::2],
-        some[1, 2, 3, 1].expand(7),
-        torch.randn(5, dtype=torch.complex64).conj(),
-        torch.complex(torch.ones(6), torch.arange(6.0)).conj().imag,
-    ):
-        memory = elements_of(tensor, Nowhere())
-        expected = tensor.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
-        target = torch.zeros_like(expected).view(-1)
-        assert memory.nbytes == target.numel()
-        for start in range(0, memory.nbytes, size):
-            count = min(size, memory.nbytes - start)
-            memory.copy_to(target.data_ptr() + start, start, count)
-        assert torch.equal(target, expected.view(-1))
-
-
-def test_a_block_of_a_large_row_copies_that_block_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two rows of 8 MiB, of which each block would otherwise copy one as a whole."""
-    source = saved(tmp_path, {"w": noise(16 * MIB).view(-1, 2).t()})
-    copied = [0]
-    real = torch.Tensor.copy_, torch.Tensor.contiguous
-
-    def copy(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        copied[0] += self.nbytes
-        return real[0](self, other)
-
-    def contiguous(self: torch.Tensor) -> torch.Tensor:
-        copied[0] += self.nbytes
-        return real[1](self)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", copy)
-    monkeypatch.setattr(torch.Tensor, "contiguous", contiguous)
-    config = current(block_size=MIB, small_file=0)
-    convert(source, tmp_path / "x.safetensors", config=config)
-    assert 16 * MIB <= copied[0] < 17 * MIB
-
-
-class Nowhere:
-    """Knows the bytes of no storage."""
-
-    def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> None:
-        return None
-
-    def in_order(self, tensor: torch.Tensor) -> None:
-        return None

@@ -15,8 +15,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from support.damage import flip
-from support.limits import status
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from typer.testing import CliRunner
 
 from fastserial import convert, inspect, options, verify
@@ -118,33 +116,6 @@ def test_any_flipped_bit_is_found_and_named(who: str, tmp_path: Path) -> None:
             assert {problem.file for problem in report.problems} == {"__0_0.distcp"}
             flip(file, at)
     assert verify(tmp_path).status == "ok"
-
-
-def test_what_the_command_says_of_damage(tmp_path: Path) -> None:
-    save(a_state(), tmp_path, "dcp")
-    places = FastStorageReader(tmp_path).read_metadata().storage_data
-    place = places[MetadataIndex("model.large", torch.Size([0, 0]))]
-    flip(tmp_path / "__0_0.distcp", place.offset + 5000)
-    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
-    assert result.exit_code == 1
-    assert "__0_0.distcp" in result.output
-    assert "model.large" in result.output
-    text = CliRunner().invoke(app, ["verify", "--json", str(tmp_path)]).output
-    problem = json.loads(text)["files"][0]["problems"][0]
-    assert (problem["file"], problem["tensors"]) == ("__0_0.distcp", ["model.large"])
-
-
-@pytest.mark.parametrize("who", WRITERS)
-def test_damaged_bytes_count_as_checked(who: str, tmp_path: Path) -> None:
-    """The speed that the command shows is that of the bytes it read."""
-    save(a_state(), tmp_path, who)
-    checked = verify(tmp_path).checked_bytes
-    places = FastStorageReader(tmp_path).read_metadata().storage_data
-    place = places[MetadataIndex("model.large", torch.Size([0, 0]))]
-    flip(tmp_path / "__0_0.distcp", place.offset + 5000)
-    report = verify(tmp_path)
-    assert report.status == "damaged"
-    assert report.checked_bytes == checked
 
 
 def test_metadata_that_is_damaged_missing_or_of_another_checkpoint(tmp_path: Path) -> None:
@@ -357,16 +328,6 @@ def test_a_tensor_from_its_parts(turned: bool, tmp_path: Path) -> None:
             assert out.numpy().tobytes() == data[first : first + length]
         for fd in opened:
             os.close(fd)
-
-
-def test_no_addresses_stay_reserved(tmp_path: Path) -> None:
-    """Each conversion reserves a GiB for the tensors that it does not read."""
-    save(a_state(), tmp_path / "folder", "dcp")
-    sizes = []
-    for _ in range(4):
-        convert(tmp_path / "folder", tmp_path / "x.pt")
-        sizes.append(status("VmSize"))
-    assert sizes[-1] - sizes[0] < 1 << 30
 
 
 def test_memory_stays_small(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect as signatures
 import os
 import warnings
 from pathlib import Path
@@ -17,7 +16,7 @@ from typer.testing import CliRunner
 
 from fastserial import convert, inspect, verify
 from fastserial.cli.main import app
-from fastserial.distributed import FastStorageReader, FastStorageWriter
+from fastserial.distributed import FastStorageWriter
 from fastserial.errors import ConvertError
 
 
@@ -94,37 +93,6 @@ def test_checkpoints_that_one_of_all_ranks_hides(tmp_path: Path) -> None:
 # -- metadata --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("who", ["stock", "ours"])
-def test_a_key_may_be_long(who: str, tmp_path: Path) -> None:
-    key = "k" * 70_000
-    save({key: torch.ones(2)}, tmp_path / "folder", who)
-    assert verify(tmp_path / "folder").ok
-    assert inspect(tmp_path / "folder").tensors[0].key == key
-    convert(tmp_path / "folder", tmp_path / "file.pt")
-    assert list(torch.load(tmp_path / "file.pt")) == [key]
-
-
-@pytest.mark.skipif(
-    "enable_plan_caching" not in signatures.signature(DefaultSavePlanner).parameters,
-    reason="DefaultSavePlanner of this torch has no enable_plan_caching",
-)
-@pytest.mark.parametrize("size", [10, 700_000])
-@pytest.mark.parametrize("who", ["stock", "ours"])
-def test_a_dtype_that_a_cached_plan_missed(who: str, size: int, tmp_path: Path) -> None:
-    """torch loads it right, from the item; `.metadata` has the old one."""
-    for dtype in (torch.float32, torch.bfloat16):
-        planner = DefaultSavePlanner(enable_plan_caching=True)
-        save({"a": torch.ones(size, dtype=dtype)}, tmp_path / "folder", who, planner)
-    report = verify(tmp_path / "folder")
-    assert report.ok, report
-    assert any("another dtype than the metadata says" in note for note in report.notes)
-    assert report.checked_bytes >= 2 * size
-    with pytest.raises(ConvertError, match=r"bfloat16, but .*float32: load it with dcp\.load"):
-        convert(tmp_path / "folder", tmp_path / "file.pt")
-    os.truncate(next((tmp_path / "folder").glob("*.distcp")), 500)
-    assert not verify(tmp_path / "folder").ok
-
-
 # -- to a folder -----------------------------------------------------------------------------------
 
 
@@ -132,8 +100,14 @@ def odd_states() -> dict[str, tuple[Any, str]]:
     return {
         "joined": ({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, r"same one \(.*a\.b\)"),
         "number": ({1: torch.ones(1), "1": torch.ones(2)}, r"same one \(.*1\)"),
-        "sparse": ({"x": {"s": torch.eye(5).to_sparse()}}, r"entry 'x\.s' .* layout torch.sparse_coo"),
-        "meta": ({"m": torch.empty(3, device="meta")}, r"entry 'm' .* without memory \(device meta\)"),
+        "sparse": (
+            {"x": {"s": torch.eye(5).to_sparse()}},
+            r"entry 'x\.s' .* layout torch.sparse_coo",
+        ),
+        "meta": (
+            {"m": torch.empty(3, device="meta")},
+            r"entry 'm' .* without memory \(device meta\)",
+        ),
     }
 
 
@@ -146,28 +120,6 @@ def test_what_a_folder_cannot_hold(name: str, tmp_path: Path) -> None:
         convert(tmp_path / "file.pt", target, "dcp")
     assert os.listdir(tmp_path) == ["file.pt"], "something is left of the target"
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("who", ["stock", "dcp"])
-def test_a_value_larger_than_one_call_moves(
-    who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel moves 2 GiB at most in one call; here, 1 MiB."""
-    state: dict[str, Any] = {"text": "x" * 3_000_000, "tensor": torch.ones(3)}
-    save(state, tmp_path / "folder", who)
-    most = 1 << 20
-    pread, pwrite = os.pread, os.pwrite
-    monkeypatch.setattr(os, "pread", lambda fd, count, at: pread(fd, min(count, most), at))
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, memoryview(data)[:most], at))
-    report = verify(tmp_path / "folder")
-    assert (report.status, report.problems) == ("ok", ())
-    convert(tmp_path / "folder", tmp_path / "one.pt")
-    assert torch.load(tmp_path / "one.pt")["text"] == state["text"]
-    found = {"text": "", "tensor": torch.zeros(3)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is one process
-        dcp.load(found, storage_reader=FastStorageReader(tmp_path / "folder"))
-    assert found["text"] == state["text"]
 
 
 # -- what a folder does not tell by itself ---------------------------------------------------------

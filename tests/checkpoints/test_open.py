@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import os
 import pickle
 import random
 import signal
 import threading
-import time
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -27,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import fastserial
 from fastserial.checkpoints.lazy import LazyCheckpoint, open_checkpoint
 from fastserial.config import Config
-from fastserial.engines import threads
 from fastserial.errors import (
     CheckpointKeyError,
     ConvertError,
@@ -37,8 +34,6 @@ from fastserial.errors import (
     UnreadableCheckpointError,
     UnreadableTensorError,
 )
-from fastserial.files.sources import FileStamp
-from fastserial.loading.reader import FastFileReader
 
 
 def state() -> dict[str, Any]:
@@ -293,30 +288,6 @@ def test_a_file_that_is_touched(fmt: str, tmp_path: Path) -> None:
             file.get_tensor("x")
 
 
-def test_other_tensors_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bad place on the disk leaves the rest of the file readable."""
-    path = tmp_path / "f.pt"
-    want = {str(i): noise(200_000 + i) for i in range(6)}
-    torch.save(want, path)
-    real = threads.transfer
-
-    def failing(request: Any, done: int = 0) -> int:
-        if bad[0] <= request.offset < bad[1]:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(request, done)
-
-    monkeypatch.setattr(threads, "transfer", failing)
-    config = Config(small_file=0, block_size=4096, queue_depth=3)
-    with LazyCheckpoint(path, config=config) as file:
-        start = file._container.offset_of(file._container.tensor("1"))
-        bad = (start, start + want["1"].nbytes)
-        for _ in range(5):
-            with pytest.raises(OSError, match="Input/output"):
-                file.get_tensor("1")
-            for key in ("0", "5"):
-                assert same(file.get_tensor(key), want[key])
-
-
 def test_in_a_forked_child(tmp_path: Path) -> None:
     """As in the workers of a DataLoader whose dataset has the file open."""
     path = tmp_path / "f.pt"
@@ -338,27 +309,6 @@ def test_in_a_forked_child(tmp_path: Path) -> None:
         assert same(file.get_tensor("1"), want["1"])
 
 
-def test_left_open(tmp_path: Path) -> None:
-    """An open file keeps no threads, and one that nobody uses any more no descriptor."""
-    path = tmp_path / "f.pt"
-    torch.save({"x": noise(300_000)}, path)
-    torch.set_num_threads(1)
-    threads, descriptors = thread_count(), len(os.listdir("/proc/self/fd"))
-    file = LazyCheckpoint(path, config=Config(small_file=0))
-    file.get_tensor("x")
-    for _ in range(200):  # until those that have ended are gone for the kernel
-        if thread_count() <= threads:
-            break
-        time.sleep(0.05)
-    assert thread_count() <= threads
-    del file
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-def thread_count() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
 def test_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for the spawned workers of a DataLoader, wherever those run."""
     want = noise(50_000)
@@ -374,41 +324,6 @@ def test_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError):
         pickle.loads(text)
     again.close()
-
-
-def test_indexed_with_numbers_of_numpy(tmp_path: Path) -> None:
-    numpy = pytest.importorskip("numpy")
-    want = noise(600).view(20, 30)
-    torch.save({"x": want}, tmp_path / "f.pt")
-    with open_checkpoint(tmp_path / "f.pt") as file:
-        part = file.get_slice("x")
-        for i in (numpy.int64(3), numpy.uint8(3), numpy.int32(-2)):
-            assert same(part[i], want[int(i)])
-            assert same(part[:, i], want[:, int(i)])
-            assert same(part[numpy.int64(1) : i : numpy.int64(2)], want[1 : int(i) : 2])
-        for bad in (numpy.bool_(True), numpy.array([1, 2]), 1.0, numpy.float64(1), "a"):
-            with pytest.raises(TypeError, match="integers, slices"):
-                part[bad]
-
-
-def test_a_signal_handler_reads_while_a_tensor_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    want = {str(i): noise(100_000) for i in range(3)}
-    torch.save(want, tmp_path / "f.pt")
-    seen: list[bool] = []
-    with LazyCheckpoint(tmp_path / "f.pt", config=Config(small_file=0)) as file:
-        real = FastFileReader.check_unchanged
-
-        def check(reader: FastFileReader) -> None:
-            if not seen:
-                seen.append(False)  # what comes now is as if in a handler
-                seen[0] = all(same(file.get_tensor(key), want[key]) for key in want)
-            real(reader)
-
-        monkeypatch.setattr(FastFileReader, "check_unchanged", check)
-        assert same(file.get_tensor("1"), want["1"])
-    assert seen == [True]
 
 
 def test_fake_and_meta_tensors(tmp_path: Path) -> None:
@@ -517,25 +432,3 @@ def test_dtypes_of_a_later_torch(tmp_path: Path) -> None:
     assert fastserial.load_into({"a": torch.zeros(3)}, path, strict=False).unexpected_keys == [
         "later"
     ]
-
-
-@pytest.mark.parametrize("small_file", [0, 1 << 20])
-def test_closed_while_a_tensor_is_read(
-    small_file: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By another thread, say: the read comes to its end, and nothing stays open."""
-    path = tmp_path / "a.pt"
-    torch.save({"a": torch.ones(3000)}, path)
-    before = len(os.listdir("/proc/self/fd"))
-    file = LazyCheckpoint(path, config=Config(small_file=small_file))
-    holds_for = FileStamp.holds_for
-
-    def late(self: FileStamp, fd: int) -> bool:
-        file.close()
-        return holds_for(self, fd)
-
-    monkeypatch.setattr(FileStamp, "holds_for", late)
-    assert same(file.get_tensor("a"), torch.ones(3000))
-    assert len(os.listdir("/proc/self/fd")) == before
-    with pytest.raises(ValueError, match="closed"):
-        file.get_tensor("a")

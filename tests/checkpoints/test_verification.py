@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import struct
@@ -24,7 +23,7 @@ from typer.testing import CliRunner
 
 import fastserial
 from fastserial.checkpoints import verify as checkpoints_verify
-from fastserial.checkpoints.verify import VerifyReport, checkpoints_in, verify
+from fastserial.checkpoints.verify import VerifyReport, verify
 from fastserial.cli import inspect
 from fastserial.cli import verify as verify_module
 from fastserial.config import Config
@@ -288,20 +287,6 @@ def test_cold_reads_what_the_device_holds(tmp_path: Path) -> None:
         assert (cached_fraction(fd, 0, nbytes) or 0.0) < 0.5  # its ends were read once more
 
 
-def test_cold_says_what_stays_in_the_page_cache(tmp_path: Path) -> None:
-    """A program that has the file mapped keeps it there: no word on what the device holds."""
-    path = tmp_path / "x.pt"
-    torch.save({"a": torch.arange(500_000)}, path)
-    mapped = torch.load(path, mmap=True)["a"]
-    assert mapped.sum() > 0  # every page was read
-    report = verify(path, cold=True)
-    assert (report.status, report.problems) == ("unreadable", ())
-    assert "stays in the page cache" in report.notes[-1]
-    assert command("verify", "--cold", path)[0] == 2
-    assert command("verify", path)[0] == 0
-    assert [int(mapped[0]), int(mapped[-1])] == [0, 499_999]
-
-
 def test_a_file_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.pt"
     other = stock_bytes({"a": torch.arange(50) + 1, "b": [torch.zeros(7)], "c": torch.zeros(0)})
@@ -342,19 +327,6 @@ def test_a_disk_error_is_reported_with_the_records_it_hits(
     assert [(p.kind, p.record, p.tensors) for p in report.problems] == [("read", "data/1", ("b",))]
 
 
-def test_checkpoints_in_a_directory(tmp_path: Path) -> None:
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "model.pt").write_bytes(ZIP)
-    (tmp_path / "no_suffix").write_bytes(LEGACY)
-    (tmp_path / "broken.pt").write_bytes(b"")
-    (tmp_path / "notes.txt").write_text("PK")
-    (tmp_path / "other.npz").write_bytes(ZIP)
-    (tmp_path / ".model.pt.fastserial-0.tmp").write_bytes(ZIP)
-    (tmp_path / "link.pt").symlink_to("broken.pt")
-    found = [os.path.relpath(path, tmp_path) for path in checkpoints_in(tmp_path)]
-    assert found == ["broken.pt", "no_suffix", "deep/model.pt"]
-
-
 # -- the command ---------------------------------------------------------------------------------
 
 app = Typer()
@@ -381,30 +353,6 @@ def test_exit_status(tmp_path: Path) -> None:
     assert command("verify", tmp_path / "empty")[0] == 2
     assert command("inspect", good)[0] == 0
     assert command("inspect", bad)[0] == 1
-
-
-def test_json(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    path.write_bytes(ZIP)
-    status, text = command("verify", "--json", path)
-    result = json.loads(text)
-    assert (status, result["status"]) == (0, 0)
-    assert result["files"][0]["checked_bytes"] > 0
-    found = json.loads(command("inspect", "--json", path)[1])
-    assert [tensor["key"] for tensor in found["tensors"]] == ["a", "b.0", "c"]
-
-
-def test_tables(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    path.write_bytes(ZIP[:-30] + b"?" + ZIP[-29:])
-    _, text = command("verify", path, path)
-    assert "damaged" in text
-    assert "2 checkpoints: 2 damaged" in text
-    path.write_bytes(ZIP)
-    _, text = command("inspect", path, "--records")
-    assert "data/0" in text
-    assert "b.0" in text
-    assert command("verify", "--quiet", path)[1] == ""
 
 
 def test_what_cannot_be_told_is_no_damage(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from fastserial import verify
-from fastserial.checkpoints.verify import checkpoints_in
 from fastserial.checkpoints.verify.file_list import MARK
 from fastserial.cli import verify as verify_module
 
@@ -117,31 +116,6 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     (tmp_path / names[0]).unlink()
     status, found = command(tmp_path)
     assert (status, found[index.name]["problems"][0]["file"]) == (1, names[0])
-
-
-def test_an_argument_that_cannot_be_read_does_not_end_the_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    good, closed = tmp_path / "good", tmp_path / "closed"
-    for folder in (good, closed):
-        folder.mkdir()
-        torch.save({"a": torch.ones(2)}, folder / f"{folder.name}.pt")
-    real = os.scandir
-
-    def scandir(path: Any = ".") -> Any:
-        if os.path.basename(path) == "closed":
-            raise PermissionError(13, "Permission denied", os.fspath(path))
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)  # root may read everything
-    status, found = command(closed, tmp_path / "nowhere", good)
-    assert status == 2
-    assert {name: one["status"] for name, one in found.items()} == {
-        "closed": "unreadable",
-        "nowhere": "unreadable",
-        "good.pt": "ok",
-    }
-    assert list(checkpoints_in(tmp_path)) == [str(good / "good.pt"), str(closed)]
 
 
 def test_links(tmp_path: Path) -> None:

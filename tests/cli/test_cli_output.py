@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import subprocess
 import sys
 import unicodedata
@@ -17,10 +15,7 @@ import torch
 
 import fastserial
 from fastserial.cli import main
-from fastserial.console import new_console, print_table
 from fastserial.printable import printable
-from fastserial.progress import progress_bar
-from fastserial.reports import LoadReport
 
 ROOT = Path(fastserial.__file__).resolve().parent.parent
 HOSTILE = (
@@ -62,26 +57,6 @@ def test_printable() -> None:
     assert "\n" not in shown
     assert printable(shown) == shown
     shown.encode()
-
-
-def test_every_way_through_the_console(capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = new_console()
-    table = Table("column", escape(HOSTILE), title=escape(HOSTILE))
-    table.add_row(escape(HOSTILE), "cell")
-    console.print(escape(HOSTILE), soft_wrap=True)
-    console.print(HOSTILE, markup=False, soft_wrap=True)
-    console.print(table)
-    print_table(console, HOSTILE, ("a", HOSTILE), [(1, HOSTILE), (HOSTILE, 2)])
-    said = capsys.readouterr().out
-    assert not hidden_in(said)
-    lines = said.splitlines()
-    assert lines[0].startswith(SHOWN)
-    assert lines[0] == lines[1]
-    assert len(lines[-4:]) == 4
-    assert lines[-2] == f"1{' ' * 61}{printable(HOSTILE)}"
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -142,30 +117,6 @@ def test_hostile_paths(command: Command, tmp_path: Path) -> None:
         assert not [line for line in (out + err).splitlines() if line.startswith("ok forged")]
 
 
-def test_a_terminal_that_cannot_show_a_character(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "x.pt"
-    torch.save({"é重": torch.ones(2)}, path)
-    raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    assert command("inspect", path)[0] == 0
-    sys.stdout.flush()
-    assert rb"\xe9\u91cd" in raw.getvalue()
-
-
-def test_reports_and_bars(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    report = LoadReport(path=HOSTILE, container="zip", bytes=1, seconds=1.0, engine="threads")
-    assert not hidden_in(str(report))
-    assert "\n" not in str(report)
-    bar = progress_bar(True, HOSTILE)
-    bar.update(1 << 30)
-    bar.close()
-    said = capsys.readouterr().err.replace("\n", "")
-    assert printable(os.path.basename(HOSTILE))[-20:] in said
-    assert not {c for c in said if c in "\x1b\x07\x9b\u202e"}
-
-
 # -- exit status and words -----------------------------------------------------------------------
 
 
@@ -187,17 +138,6 @@ def test_inspect_tells_unreadable_from_damaged(command: Command, tmp_path: Path)
     assert command("inspect", tmp_path / "missing")[0] == 2
 
 
-def test_verify_tells_no_speed_of_what_it_did_not_read(command: Command, tmp_path: Path) -> None:
-    text, whole, legacy, cut = (tmp_path / name for name in ("t.txt", "w.pt", "l.pt", "c.pt"))
-    text.write_text("hello world")
-    torch.save({"a": torch.ones(2)}, whole)
-    torch.save({"a": torch.ones(2)}, legacy, _use_new_zipfile_serialization=False)
-    cut.write_bytes(whole.read_bytes()[:-1])
-    for path, speed in ((whole, True), (text, False), (legacy, False), (cut, False)):
-        assert ("/s" in command("verify", path)[1]) == speed, path.name
-    assert "/s" not in command("verify", text, legacy)[1]
-
-
 def test_without_torch(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['torch'] = None; from fastserial.cli.main import main; "
@@ -209,67 +149,3 @@ def test_without_torch(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr == "error: this needs torch, which is not installed: pip install torch\n"
-
-
-def test_a_load_that_torch_did_tells_no_speed() -> None:
-    values: dict[str, Any] = {"path": "x.pt", "container": "zip", "seconds": 0.5}
-    report = LoadReport(bytes=0, engine="torch", fallback="mmap=True", **values)
-    assert str(report) == "READ: by torch itself, run=500msec, file=x.pt, fallback=mmap=True"
-    assert "bw=" in str(LoadReport(bytes=1, engine="threads", **values))
-
-
-def test_inspect_goes_through_a_folder(command: Command, tmp_path: Path) -> None:
-    """Of torch_checkpointing, say: ordinary files, one for each state and rank."""
-    torch.save({"a": torch.ones(3)}, tmp_path / "model_0.pt")
-    torch.save({"b": torch.ones(4)}, tmp_path / "model_1.pt")
-    status, out, err = command("inspect", tmp_path, "--json")
-    assert (status, err) == (0, "")
-    found = json.loads(out)["files"]
-    assert [one["tensors"][0]["key"] for one in found] == ["a", "b"]
-    (tmp_path / "model_1.pt").write_bytes((tmp_path / "model_1.pt").read_bytes()[:-50])
-    status, out, err = command("inspect", tmp_path)
-    assert status == 1
-    assert "model_0.pt: zip" in out
-    assert err.startswith("damaged: ")
-    assert "model_1.pt" in err
-
-
-def test_verify_and_convert_show_how_far_they_are(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a terminal, and of large files."""
-    path, small = tmp_path / "large.pt", tmp_path / "small.pt"
-    torch.save({"a": torch.ones(5 << 20)}, path)
-    torch.save({"a": torch.ones(5)}, small)
-    words = ("verify", path), ("convert", path, tmp_path / "dcp", "--to", "dcp")
-    for one in (*words, ("convert", path, tmp_path / "x.pt"), ("verify", tmp_path / "dcp")):
-        assert "MiB" not in command(*one)[2]
-        monkeypatch.setattr(type(sys.stderr), "isatty", lambda stream: True)
-        assert command(*one)[2].count("MiB") >= 2 - (one[0] == "verify")
-        monkeypatch.undo()
-    monkeypatch.setattr(type(sys.stderr), "isatty", lambda stream: True)
-    assert command("verify", small)[2] == ""
-
-
-def test_inspect_of_a_folder_tells_files_of_one_name_apart(
-    command: Command, tmp_path: Path
-) -> None:
-    for step in (10, 20):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        torch.save({"a": torch.ones(2)}, tmp_path / f"checkpoint-{step}" / "optimizer.pt")
-    _, out, _ = command("inspect", tmp_path)
-    for step in (10, 20):
-        assert f"{tmp_path}/checkpoint-{step}/optimizer.pt: zip" in out
-
-
-def test_inspect_prints_a_line_for_each_tensor_without_rich(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """20,000 rows took ten seconds in one of rich's tables."""
-    import rich.table
-
-    monkeypatch.delattr(rich.table, "Table")
-    path = tmp_path / "x.pt"
-    torch.save({f"w{index}": torch.zeros(1) for index in range(100)}, path)
-    said = command("inspect", path)[1]
-    assert sum(line.startswith("w") for line in said.splitlines()) == 100

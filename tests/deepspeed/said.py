@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["check_exit", "having", "losses"]
-
 Said = list[dict[str, Any]]
 
 

@@ -184,40 +184,6 @@ def test_another_stage(launch: Launch, tmp_path: Path) -> None:
         assert "under ZeRO they have one" in line["text"]
 
 
-def test_weights_of_a_plain_state_dict(launch: Launch, tmp_path: Path) -> None:
-    """A state dict from anywhere, into bf16 and fp32 master weights, on another stage."""
-    torch.manual_seed(1)
-    model = full.Model(frozen=False)
-    torch.save(model.state_dict(), tmp_path / "plain.pt")
-    run = ["--config", json.dumps(BF16), "--steps", 0, "--load", tmp_path / "plain.pt"]
-    for stage in (1, 3):
-        again = tmp_path / f"{stage}.pt"
-        check_exit(launch(2, "--stage", stage, *run, "--again", again, program=PROGRAM))
-        found = torch.load(again)
-        for key, value in model.state_dict().items():
-            assert same(found["module"][key], value), key
-        assert found["optimizer"]["state"] == {}
-
-
-def test_what_does_not_fit(launch: Launch, tmp_path: Path) -> None:
-    state = full.Model(frozen=False).state_dict()
-    del state["up.bias"]
-    torch.save({**state, "other": torch.ones(3)}, tmp_path / "plain.pt")
-    said = launch(2, "--stage", 2, "--refused", tmp_path / "plain.pt", program=PROGRAM)
-    check_exit(said)
-    for line in having(said, "refused"):
-        assert line["refused"] == "DistributedMismatchError"
-        assert "not in the file: up.bias" in line["text"]
-        assert "only in the file: other" in line["text"]
-    assert len(having(said, "refused")) == 2
-    said = launch(2, "--stage", 0, "--refused", tmp_path / "plain.pt", program=PROGRAM)
-    check_exit(said)
-    assert {line["refused"] for line in having(said, "refused")} == {"DistributedConfigError"}
-    said = launch(2, "--stage", 1, "--refused", tmp_path / "nowhere.pt", program=PROGRAM)
-    check_exit(said)
-    assert {line["refused"] for line in having(said, "refused")} == {"DistributedNotFoundError"}
-
-
 @pytest.mark.parametrize(("how", "writers"), WRITERS)
 def test_writers_of_fastpersist(
     launch: Launch, tmp_path: Path, how: str | None, writers: list[int]

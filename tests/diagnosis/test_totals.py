@@ -31,12 +31,6 @@ def _afresh() -> Iterator[None]:
     fastserial.uninstall()
 
 
-def test_nothing_yet() -> None:
-    found = fastserial.summary()
-    assert (found.installed, found.saves.count, found.loads.count) == (True, 0, 0)
-    assert str(found).splitlines()[1:] == ["  saves: 0", "  loads: 0"]
-
-
 def test_a_save_without_install(tmp_path: Path) -> None:
     """It counts, and what is said of torch does not deny it."""
     fastserial.uninstall()
@@ -85,37 +79,6 @@ def test_torchs_own_way_is_told_with_its_reason_and_the_remedy(tmp_path: Path) -
     text = str(found)
     assert "saves: 3, 1 by fastserial: 15.3MiB" in text
     assert "2 by torch itself: not a plain file object -> give torch.save a path" in text
-
-
-def test_what_cannot_be_replaced_is_torchs(tmp_path: Path) -> None:
-    path = tmp_path / "held"
-    with open(path, "wb"):
-        torch.save(LARGE, path)
-    found = fastserial.summary().saves
-    assert (found.count, found.by_torch) == (1, 1)
-    assert found.why_torch[0].reason.startswith("this process has the file open")
-    assert found.why_torch[0].remedy
-
-
-def test_what_was_not_the_fastest_way(tmp_path: Path) -> None:
-    with fastserial.options(direct=False):
-        torch.save(LARGE, tmp_path / "a")
-    found = fastserial.summary().saves
-    assert (found.count, found.by_torch) == (1, 0)
-
-
-def test_a_failed_save_does_not_count(tmp_path: Path) -> None:
-    with pytest.raises(AttributeError):
-        torch.save({"x": lambda: 0}, tmp_path / "a")
-    assert fastserial.summary().saves.count == 0
-
-
-def test_reasons_do_not_pile_up() -> None:
-    counts = reports.Counts()
-    for number in range(1000):
-        counts.add_torchs(f"reason {number}")
-    assert len(counts.reasons) <= 33
-    assert sum(counts.reasons.values()) == counts.by_torch == 1000
 
 
 def test_a_reason_is_text_that_knows_its_remedy() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import sys
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from support.planning import PlanBench, plan_of, run_planning
 
 from fastserial.distributed.plan.covers import cover_of
 from fastserial.distributed.plan.division import GRAIN
@@ -24,7 +21,7 @@ from fastserial.distributed.plan.schedule import (
 )
 from fastserial.distributed.ranks.exchange import packed
 from fastserial.distributed.sharding.boxes import Box
-from fastserial.distributed.sharding.pieces import Flat, Mesh, Split, TensorSpec, boxes_at
+from fastserial.distributed.sharding.pieces import Flat, Mesh, Split, TensorSpec
 
 DTYPES = (torch.uint8, torch.float32, torch.complex128)
 
@@ -184,7 +181,7 @@ def test_sender_and_owner_cut_at_different_places() -> None:
     So what one sees as a run of rows is several for the other.
     """
     chance = random.Random(2)
-    for case in range(24):
+    for case in range(8):
         rows, columns = chance.randrange(300, 900), chance.randrange(300, 900)
         splits = chance.choice([(Split(0, 2), Split(0)), (Split(0, 2), Split(1)), (Split(1),) * 2])
         if case % 2:
@@ -243,48 +240,3 @@ def test_a_tensor_that_nobody_has() -> None:
     spec = TensorSpec((9,), torch.float32, Flat(((0, 0, 4),)))
     with pytest.raises(ValueError, match="do not make the whole"):
         schedule(FilePlan(500, [(0, 0, 64, 36)], [0, 1]), [spec], 0, 2, GRAIN)
-
-
-def work(bench: PlanBench, rank: int) -> int:
-    """Return how many functions are called to make a rank's plan."""
-    plan, specs = plan_of(bench)
-    cover_of.cache_clear()
-    boxes_at.cache_clear()
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    gc.collect()
-    gc.disable()  # what is collected may be another test's, and call functions
-    sys.setprofile(count)
-    try:
-        schedule(plan, specs, rank, bench.ranks, GRAIN)
-    finally:
-        sys.setprofile(before)
-        gc.enable()
-    return calls
-
-
-def test_the_work_of_a_plan() -> None:
-    """It grows with the shards of all ranks."""
-    small = PlanBench(32, 300, 4, 2)
-    base = work(small, 9)
-    assert work(PlanBench(32, 600, 4, 2), 9) < 3 * base, "with the tensors"
-    assert work(PlanBench(64, 300, 4, 2), 9) < 2.5 * base, "with the ranks"
-    assert work(PlanBench(128, 1200, 4, 8), 9) < 5 * base, "with the stages and their tensors"
-    assert work(PlanBench(128, 1200, 4, 8), 0) < 9 * base, "rank 0 has the container"
-
-
-def test_planning_by_simulation() -> None:
-    result = run_planning(PlanBench(128, 700, 4, 4, 32))
-    assert [plan.rank for plan in result.plans] == [0, 32, 64, 96, 127]
-    share = result.nbytes / 128
-    for plan in result.plans:
-        assert abs(plan.written - share) <= 2 * GRAIN
-        assert plan.received < plan.written
-        assert 0 < plan.of < 128
-    with pytest.raises(ValueError, match="choose a multiple of 32"):
-        run_planning(PlanBench(100, 700, 8, 4))

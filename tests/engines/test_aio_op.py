@@ -37,10 +37,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_nothing(machine: Path) -> None:
-    assert aio_op.missing() == []
-
-
 @pytest.mark.parametrize(
     ("file", "expected"),
     [

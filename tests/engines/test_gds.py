@@ -6,7 +6,6 @@ here looks for its faults, and the seeded bugs at the end must be found.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,19 +21,11 @@ from support.identity import stock
 
 import fastserial
 from fastserial import LoadReport, SaveReport, WriteError
-from fastserial.config import current
 from fastserial.engines.gds import memory as direct_memory
-from fastserial.engines.gds.cufile import DirectTransferError
-from fastserial.engines.gds.memory import DirectMemory, Slots
-from fastserial.engines.null import NullEngine
+from fastserial.engines.gds.cufile import CuFile, DirectTransferError
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.errors import CorruptCheckpointError
-from fastserial.loading.pump import Block, OnDevice, Pump
-from fastserial.memory import batch, devices
-from fastserial.memory import ring as ring_module
-from fastserial.memory.buffers import Buffer
-from fastserial.memory.ring import Ring
-from fastserial.reports import HOST_ONLY
+from fastserial.memory import buffers as ring_module
+from fastserial.memory import storages
 
 WORDS = ("gds", "gpu_async", "gpu_batch")
 BLOCK = 16384
@@ -58,8 +49,8 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plug]:
         return storage.nbytes() in (0, ON_HOST)
 
     loaded_to(monkeypatch, device, is_on_host)
-    monkeypatch.setattr(batch, "is_on_host", is_on_host)
-    monkeypatch.setattr(batch, "device_types", lambda storages: {"fake"})
+    monkeypatch.setattr(storages, "is_on_host", is_on_host)
+    monkeypatch.setattr(storages, "device_types", lambda storages: {"fake"})
 
     def make(seed: int) -> FakeCuFile:
         device.renew(seed, haste=(seed % 10) / 10)
@@ -70,7 +61,6 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plug]:
     fastserial.free_pinned()
     assert not direct_memory._lost, "nobody knows what is still used"
     assert not fake.files, "a handle was not given back"
-    assert not fake.batches, "a batch was not given back"
     assert not fake.registered, "memory is still registered"
 
 
@@ -115,9 +105,9 @@ def test_saves(tmp_path: Path, plug: Plug, word: str, zipped: bool) -> None:
         assert path.read_bytes() == wanted, seed
         assert fake.device.faults == []
         assert fake.moved >= 300_000, saved()
-        assert (saved().transfer, saved().direct) == (word, True)
-        assert saved().transfer_why == "asked for: cuFile 1.17 (nvidia-fs)"
-        assert (fake.most_in_batch > 1) == (word == "gpu_batch")
+        assert (saved().transfer, saved().direct) == ("gds", True)
+        asked = "asked for" if word == "gds" else f"{word} is taken as gds"
+        assert saved().transfer_why == f"{asked}: cuFile 1.17 (nvidia-fs)"
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -132,7 +122,7 @@ def test_loads(tmp_path: Path, plug: Plug, word: str, zipped: bool) -> None:
         assert fake.device.faults == []
         assert fake.moved >= 300_000
         assert not any(stream.steps for stream in fake.device._streams)
-        assert (loaded().transfer, loaded().fallback) == (word, None)
+        assert (loaded().transfer, loaded().fallback) == ("gds", None)
         assert loaded().direct_bytes >= fake.moved
 
 
@@ -160,32 +150,7 @@ def test_after_the_programs_kernels(tmp_path: Path, plug: Plug, word: str) -> No
         assert same(target, wanted)
         device.finish()
         assert same(target, wanted)
-        assert loaded().transfer == word
-
-
-def test_without_checksums_nothing_comes_to_the_host(
-    tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But for the edges of tensors; with them, each byte is looked at once."""
-    shown: list[int] = []
-    real = Ring.host
-    monkeypatch.setattr(
-        Ring, "host", lambda ring, buffer, n: shown.append(n) or real(ring, buffer, n)
-    )
-    value, path = state(), tmp_path / "a.pt"
-    computed = torch.serialization.get_crc32_options()
-    for zipped, summed in ((True, True), (True, False), (False, True)):
-        plug(1)
-        torch.serialization.set_crc32_options(summed)
-        try:
-            wanted = stocks(value, path, zipped)
-            shown.clear()
-            fastserial.install(**SMALL, transfer="gds")
-            torch.save(value, path, _use_new_zipfile_serialization=zipped)
-        finally:
-            torch.serialization.set_crc32_options(computed)
-        assert path.read_bytes() == wanted
-        assert bool(shown) == (zipped and summed)
+        assert loaded().transfer == "gds"
 
 
 def test_verified_loads_are_read_by_the_host(tmp_path: Path, plug: Plug) -> None:
@@ -196,46 +161,6 @@ def test_verified_loads_are_read_by_the_host(tmp_path: Path, plug: Plug) -> None
     assert same(torch.load(path, map_location=HERE), value)
     assert loaded().verified
     assert not fake.moved
-
-
-def test_memory_is_registered_once(tmp_path: Path, plug: Plug) -> None:
-    """It is kept for the next save or load, until `free_pinned`."""
-    fake = plug(1)
-    fastserial.install(**SMALL, transfer="gds")
-    for _ in range(3):
-        torch.save(state(), tmp_path / "a.pt")
-        torch.load(tmp_path / "a.pt", map_location=HERE)
-    assert fake.calls.count("buf_register") == 1
-    assert fake.calls.count("handle_register") == fake.calls.count("handle_deregister") == 6
-    assert fake.calls.count("driver_open") == 1
-    fastserial.free_pinned()
-    assert fake.calls.count("buf_deregister") == 1
-
-
-def test_memory_that_is_not_registered(tmp_path: Path, plug: Plug) -> None:
-    """Without room for it cuFile takes memory by its address."""
-    for word in WORDS:
-        fake = plug(1)
-        fake.refusals["buf_register"] = 5036
-        fastserial.install(**SMALL, transfer=word)
-        value = state()
-        torch.save(value, tmp_path / "a.pt")
-        assert same(torch.load(tmp_path / "a.pt", map_location=HERE), value)
-        assert fake.moved >= 600_000
-        assert fake.device.faults == []
-
-
-def test_batches_are_small(tmp_path: Path, plug: Plug) -> None:
-    """Not more transfers at once than cuFile takes, and none that it would bring to the host."""
-    for most in (1, 3):
-        fake = plug(2)
-        fake.batch_size = most
-        fastserial.install(**SMALL, transfer="gpu_batch")
-        value = state()
-        torch.save(value, tmp_path / "a.pt")
-        assert same(torch.load(tmp_path / "a.pt", map_location=HERE), value)
-        assert fake.most_in_batch == most
-        assert saved().transfer == loaded().transfer == "gpu_batch"
 
 
 # --- what goes wrong ----------------------------------------------------------------------------
@@ -254,21 +179,21 @@ def test_counts(tmp_path: Path, plug: Plug, word: str, fault: Any) -> None:
         with _warned(word, fault):
             torch.save(value, path)
         assert path.read_bytes() == wanted
-        goes_on = fault == "short" or (fault == "none" and word != "gds")
-        assert (saved().transfer == word) == goes_on, saved()
+        goes_on = fault == "short"
+        assert (saved().transfer == "gds") == goes_on, saved()
         fake.faults = {fake.transfers + number: fault}
         ring_module._warned.clear()
         with _warned(word, fault):
             found = torch.load(path, map_location=HERE)
         assert same(found, value)
-        assert (loaded().transfer == word) == goes_on, loaded()
+        assert (loaded().transfer == "gds") == goes_on, loaded()
         if fault == -5008:
             assert "GDS is not supported on the current file (5008)" in loaded().transfer_why
         assert fake.device.faults == []
 
 
 def _warned(word: str, fault: Any) -> Any:
-    if fault == "short" or (fault == "none" and word != "gds"):
+    if fault == "short":
         return fastserial.options()
     return pytest.warns(UserWarning, match=f"transfer '{word}': cuFile.*from there on")
 
@@ -300,57 +225,6 @@ def test_a_disk_that_fails(
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
-@pytest.mark.filterwarnings("ignore:transfer ")
-@pytest.mark.parametrize("call", ["write_async", "batch_io_submit"])
-def test_refused_when_it_is_queued(tmp_path: Path, plug: Plug, call: str) -> None:
-    value, path = state(), tmp_path / "a.pt"
-    wanted = stocks(value, path)
-    fake = plug(1)
-    fake.refusals[call] = 5038
-    fastserial.install(**SMALL, transfer="gpu_batch" if call == "batch_io_submit" else "gpu_async")
-    torch.save(value, path)
-    assert path.read_bytes() == wanted
-    assert saved().transfer == "cpu_async_gpu"
-    assert "(5038)" in saved().transfer_why
-
-
-def test_a_batch_that_is_given_up(tmp_path: Path, plug: Plug) -> None:
-    """Nobody knows whether the device still uses the memory: nothing of it is used again."""
-    path = tmp_path / "a.pt"
-    path.write_bytes(b"old")
-    fake = plug(1)
-    fake.faults[2] = -110
-    fastserial.install(**SMALL, transfer="gpu_batch")
-    with pytest.raises(WriteError, match="gave a transfer of a batch up"):
-        torch.save(state(), path)
-    assert path.read_bytes() == b"old"
-    assert len(direct_memory._lost) == 1
-    assert not direct_memory._kept
-    forget(fake)
-
-
-@pytest.mark.filterwarnings("ignore:transfer ")  # if it is not the host that finds it first
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-def test_a_file_that_becomes_shorter(
-    tmp_path: Path, plug: Plug, zipped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.pt"
-    value = state()
-    stocks(value, path, zipped)
-    plug(1)
-    real = DirectMemory.read
-
-    def read(self: DirectMemory, target: Any) -> Any:
-        os.truncate(path, BLOCK + 100)
-        return real(self, target)
-
-    monkeypatch.setattr(DirectMemory, "read", read)
-    fastserial.install(**SMALL, transfer="gds")
-    target = {name: torch.zeros_like(tensor) for name, tensor in value.items()}
-    with pytest.raises(CorruptCheckpointError):
-        fastserial.load_into(target, path, verify=False)
-
-
 # --- whether it can be had ----------------------------------------------------------------------
 
 
@@ -359,7 +233,6 @@ def test_a_file_that_becomes_shorter(
     [
         ("driver_open", 5001, r"cuFileDriverOpen: .*\(5001\)"),
         ("handle_register", 5008, r"cuFileHandleRegister: GDS is not supported.*\(5008\)"),
-        ("batch_io_set_up", 5039, r"cuFileBatchIOSetUp: .*\(5039\)"),
         ("set_parameter_bool", 5022, r"cuFileDriverOpen: .*\(5022\)"),
     ],
 )
@@ -398,94 +271,7 @@ def test_never_compat(tmp_path: Path, plug: Plug, compat: bool) -> None:
     assert fake.compat is False  # it forbids it itself
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [({"direct": False}, "switched off"), ({"engine": NullEngine}, "does not move device memory")],
-)
-def test_options_that_exclude_it(
-    tmp_path: Path, plug: Plug, options: dict[str, Any], why: str
-) -> None:
-    fake = plug(1)
-    fastserial.install(**{**SMALL, "transfer": "gds", **options})
-    with pytest.warns(UserWarning, match=why):
-        torch.save(state(), tmp_path / "a.pt")
-    assert why in saved().transfer_why
-    assert not fake.calls
-
-
-def test_auto_does_not_take_it(tmp_path: Path, plug: Plug) -> None:
-    fake = plug(1)
-    fastserial.install(**SMALL)
-    torch.save(state(), tmp_path / "a.pt")
-    torch.load(tmp_path / "a.pt", map_location=HERE)
-    assert (saved().transfer, loaded().transfer) == ("cpu_async_gpu", "cpu_async_gpu")
-    assert not fake.calls
-
-
-def test_engines_that_prepare_on_their_threads(
-    tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = ThreadsEngine.__init__
-    monkeypatch.setattr(
-        ThreadsEngine, "__init__", lambda self, threads: real(self, threads, prepare_here=False)
-    )
-    value, path = state(), tmp_path / "a.pt"
-    wanted = stocks(value, path)
-    for seed, word in enumerate(WORDS):
-        fake = plug(seed)
-        fastserial.install(**SMALL, transfer=word)
-        torch.save(value, path)
-        assert path.read_bytes() == wanted
-        assert fake.device.faults == []
-
-
-@pytest.mark.parametrize("word", WORDS)
-def test_a_reader_that_nobody_closed(tmp_path: Path, plug: Plug, word: str) -> None:
-    """All ends with the last reference to it."""
-    path = tmp_path / "a.pt"
-    stocks(state(), path)
-    fake = plug(0)
-    target = torch.zeros(300_000, dtype=torch.uint8)
-    with path.open("rb") as file, fastserial.options(**SMALL, transfer=word):
-        blocks = Pump(file.fileno(), path.stat().st_size, current())
-        ring = Ring(devices.pin(3 * BLOCK), 3, BLOCK)
-        ring.join([HERE])
-        blocks.stage_in(ring, [HERE], HOST_ONLY)
-        assert blocks.transfer.word == word
-        blocks.put(Block(BLOCK, BLOCK, lambda *_: None, OnDevice(target[:BLOCK])))
-        blocks._batch.clear()
-        del blocks, ring
-        gc.collect()
-    assert not fake.files
-    assert len(direct_memory._kept) == 1
-
-
 # --- the bugs that are put in ---------------------------------------------------------------------
-
-
-def broken(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plug: Plug, word: str, zipped: bool
-) -> bool:
-    """Return whether saves or loads with a bug are found out: by a fault, or by their bytes."""
-    monkeypatch.setattr(fastserial.interrupts, "_TRIES", 1)
-    value, path = state(), tmp_path / "a.pt"
-    wanted = stocks(value, path, zipped)
-    for seed in (0, 1, 2, 0):
-        fake = plug(seed)
-        fastserial.install(**SMALL, transfer=word)
-        try:
-            torch.save(value, tmp_path / "b.pt", _use_new_zipfile_serialization=zipped)
-            if (tmp_path / "b.pt").read_bytes() != wanted:
-                return True
-            if not same(torch.load(path, map_location=HERE), value):
-                return True
-            fake.device.finish()
-        except Exception:
-            if not fake.device.faults:
-                raise
-        if fake.device.faults:
-            return True
-    return False
 
 
 def forget(fake: FakeCuFile) -> None:
@@ -500,7 +286,7 @@ def forget(fake: FakeCuFile) -> None:
 def test_a_count_that_is_not_looked_at(
     tmp_path: Path, plug: Plug, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DirectMemory, "_checked", lambda self, moved, most: most)
+    monkeypatch.setattr(CuFile, "_checked", lambda self, moved, most: most)
     value, path = state(), tmp_path / "a.pt"
     wanted = stocks(value, path)
     fake = plug(1)
@@ -508,44 +294,6 @@ def test_a_count_that_is_not_looked_at(
     fastserial.install(**SMALL, transfer=word)
     torch.save(value, path)
     assert path.read_bytes() != wanted
-
-
-def test_what_is_used_again_too_early(
-    tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slots and parameters whose transfers are not waited for."""
-
-    def arrive(ring: Ring, buffer: Buffer) -> None:
-        ring._fences[buffer.index].clear()
-
-    monkeypatch.setattr(Ring, "arrive", arrive)
-    assert broken(monkeypatch, tmp_path, plug, "gpu_async", zipped=False)
-    forget(plug(0))
-
-
-class Shared:
-    """One set of parameters for all slots."""
-
-    def __init__(self, calls: Any) -> None:
-        self.call = calls[0]
-
-    def __getitem__(self, index: int) -> Any:
-        return self.call
-
-
-def test_parameters_that_are_not_kept(
-    tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When a call runs there are others in their place."""
-    real = Slots.__init__
-
-    def init(self: Any, *arguments: Any) -> None:
-        real(self, *arguments)
-        self.calls = Shared(self.calls)
-
-    monkeypatch.setattr(Slots, "__init__", init)
-    assert broken(monkeypatch, tmp_path, plug, "gpu_async", zipped=False)
-    forget(plug(0))
 
 
 def test_a_save_that_fails(tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -562,7 +310,6 @@ def test_a_save_that_fails(tmp_path: Path, plug: Plug, monkeypatch: pytest.Monke
         with pytest.raises(WriteError):
             torch.save(state(), tmp_path / "a.pt")
         assert fake.device.faults == []
-        assert not fake.pending
         assert (tmp_path / "a.pt").read_bytes() == b"old"
         fastserial.free_pinned()
         assert not fake.registered

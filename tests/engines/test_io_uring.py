@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import os
 import platform
-import resource
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,13 +49,13 @@ class Opened:
 def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many requests the kernel had when a ring was freed, for each ring."""
     found: list[int] = []
-    close = io_uring._Ring.close
+    close = io_uring._IoRing.close
 
     def note(ring: Any) -> None:
         found.append(ring.in_flight)
         close(ring)
 
-    monkeypatch.setattr(io_uring._Ring, "close", note)
+    monkeypatch.setattr(io_uring._IoRing, "close", note)
     return found
 
 
@@ -84,7 +82,7 @@ def test_what_the_kernel_leaves_is_moved(
     opened: Opened, monkeypatch: pytest.MonkeyPatch, become: Callable[[int], int]
 ) -> None:
     """A short transfer, or one that was broken off, is completed; what it left is garbage here."""
-    reap = io_uring._Ring.reap
+    reap = io_uring._IoRing.reap
     changed: list[int] = []
 
     def less(ring: Any) -> tuple[int, int]:
@@ -99,7 +97,7 @@ def test_what_the_kernel_leaves_is_moved(
         return key, now
 
     data = noise(BLOCK)
-    monkeypatch.setattr(io_uring._Ring, "reap", less)
+    monkeypatch.setattr(io_uring._IoRing, "reap", less)
     (completion,) = drive(opened.engine, opened.pool, opened.writes(data))
     assert (completion.error, completion.transferred) == (None, BLOCK)
     assert opened.path.read_bytes() == data
@@ -111,8 +109,8 @@ def test_what_the_kernel_leaves_is_moved(
 
 @_needs
 def test_an_error_is_the_request_s_own(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    reap = io_uring._Ring.reap
-    monkeypatch.setattr(io_uring._Ring, "reap", lambda ring: (reap(ring)[0], -errno.EIO))
+    reap = io_uring._IoRing.reap
+    monkeypatch.setattr(io_uring._IoRing, "reap", lambda ring: (reap(ring)[0], -errno.EIO))
     (completion,) = drive(opened.engine, opened.pool, opened.writes(noise(BLOCK)))
     assert isinstance(completion.error, OSError)
     assert completion.error.errno == errno.EIO
@@ -167,30 +165,6 @@ def test_a_handler_that_raises_leaves_nothing_in_flight(tmp_path: Path, left: li
 
 
 @_needs
-def test_close_waits_for_the_kernel(opened: Opened) -> None:
-    """Also where no note of a request was kept."""
-    ring = opened.engine._ring  # type: ignore[attr-defined]
-    requests = opened.writes(noise(DEPTH * BLOCK))
-    opened.engine.submit([into(opened.pool.take(), one) for one in requests])
-    assert ring.in_flight == DEPTH - 1  # one is held back
-    opened.engine._under_way.clear()  # type: ignore[attr-defined]
-    reaped: list[tuple[int, int]] = []
-    reap = ring.reap
-    ring.reap = lambda: reaped.append(reap())
-    opened.engine.close()
-    assert [result for _, result in reaped] == [BLOCK] * (DEPTH - 1)
-
-
-@_needs
-def test_an_engine_that_is_dropped_waits(opened: Opened, left: list[int]) -> None:
-    opened.engine.submit([into(opened.pool.take(), opened.writes(noise(BLOCK))[0])])
-    opened.engine = IoUringEngine()
-    gc.collect()
-    assert left == [0]
-    assert opened.path.stat().st_size == BLOCK
-
-
-@_needs
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_leaves_its_parent_s_requests_alone(opened: Opened) -> None:
     """The ring's memory is shared with it."""
@@ -217,28 +191,6 @@ def test_a_forked_child_leaves_its_parent_s_requests_alone(opened: Opened) -> No
         assert opened.path.read_bytes() == data + data[:BLOCK]
         for completion in finished:
             opened.pool.give(completion.request.buffer)
-
-
-@_needs
-def test_without_a_descriptor_for_the_ring(tmp_path: Path) -> None:
-    """Plain calls do it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    engine = IoUringEngine()
-    pool = engine.allocate(1, BLOCK)
-    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (fd + 1, hard))
-    try:
-        engine.open(pool.buffers, 1)
-        data = noise(3 * BLOCK)
-        requests = [write(fd, at, data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
-        assert [c.error for c in drive(engine, pool, requests)] == [None] * 3
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert (tmp_path / "file").read_bytes() == data
-    assert engine._ring is None
-    engine.close()
-    pool.close()
-    os.close(fd)
 
 
 @_needs

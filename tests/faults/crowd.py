@@ -21,8 +21,6 @@ from states import make
 
 import fastserial
 
-__all__ = ["TARGETS"]
-
 TARGETS = ("a.pt", "b.pt", "legacy.pt")
 _SIZES = (3_000, 200_000, 3_000_000)
 _WARM_UP = 100

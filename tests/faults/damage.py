@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Damaged", "damaged", "originals"]
-
 _EXTREMES = (0, 1, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFE, 0xFFFFFFFF, 2**40, 2**62, 2**64 - 1)
 _SIGNATURES = (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07")
 _WAYS: tuple[str, ...] = (

@@ -15,8 +15,6 @@ from types import TracebackType
 import pytest
 from support import processes
 
-__all__ = ["Lab", "fill", "need", "own_mounts", "run"]
-
 _MIRROR = Path(__file__).with_name("mirror.py")
 _PACKAGES = {
     "strace": "strace",

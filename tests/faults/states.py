@@ -10,8 +10,6 @@ import torch
 
 from fastserial.checkpoints.verify import verify
 
-__all__ = ["check", "is_whole", "listing", "make"]
-
 _SPREAD = 2_654_435_761  # every element of a tensor tells the number
 
 

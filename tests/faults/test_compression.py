@@ -61,12 +61,3 @@ def test_what_compresses_takes_little_space(way: str, lab: Lab, zygote: Zygote) 
     victim = zygote.start(path, 2, 1, nbytes=_STATE)
     assert victim.wait() == 0, victim.lines()
     assert check(path) == 2
-
-
-def test_what_does_not_compress_goes_the_fast_way(lab: Lab, zygote: Zygote) -> None:
-    need("mkfs.btrfs", "losetup")
-    disk = lab.make("btrfs", _BYTES, "compress=zstd")
-    run("chattr", "+C", disk)
-    victim = zygote.start(disk / "x.pt", 1, 1, nbytes=9_000_000, report=True)
-    assert victim.wait() == 0, victim.lines()
-    assert victim.report()["fallback"] is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,29 +36,6 @@ def test_links_on_a_mount_that_does_not_follow_them(use_zip: bool, lab: Lab) -> 
         assert os.path.islink(folder / name)
     assert victim.read_bytes() == b"old"
     assert not (lab.folder / "new.pt").exists()
-
-
-def test_another_users_file_in_a_sticky_folder(tmp_path: Path) -> None:
-    """Whether root may write it is the kernel's to say (`fs.protected_regular`)."""
-    need()
-    folder = tmp_path / "sticky"
-    folder.mkdir()
-    folder.chmod(0o1777)
-    path = folder / "a.pt"
-    refused = []
-    for context in (stock, fast):
-        path.write_bytes(b"old")
-        os.chown(path, 65534, 65534)
-        inode = path.stat().st_ino
-        try:
-            with context():
-                torch.save(_STATE, path)
-        except (OSError, RuntimeError):
-            refused.append(True)
-        else:
-            refused.append(False)
-        assert path.stat().st_ino == inode
-    assert refused[0] == refused[1]
 
 
 @pytest.mark.parametrize("use_zip", [True, False])

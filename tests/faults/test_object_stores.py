@@ -12,8 +12,7 @@ from mounts import Lab, need
 from support.identity import difference, fast, stock
 
 import fastserial
-from fastserial import FastFileWriter, WriteError, summary
-from fastserial.files.durable import replace_text
+from fastserial import summary
 from fastserial.reports import SAVES
 
 pytestmark = pytest.mark.timeout(300)
@@ -86,29 +85,3 @@ def test_what_lacks_something(
     for place in (folder, lab.folder / "below"):
         assert sorted(os.listdir(place / "new")) == names
         assert sorted(os.listdir(place)) == [*names, "new"]
-
-
-@pytest.mark.parametrize("option", ["--sequential", "--no-rename", "--no-replace"])
-def test_who_has_no_stock_behind_it(option: str, lab: Lab) -> None:
-    """A FastFileWriter says so and leaves nothing; small texts are written over."""
-    folder = mounted(lab, option)
-    with pytest.raises(WriteError, match="Save to another path"):
-        FastFileWriter(folder / "x")
-    assert os.listdir(folder) == []
-    for text in ("the first", "next"):
-        replace_text(str(folder / "latest"), text)
-        assert (folder / "latest").read_text() == text
-    assert os.listdir(folder) == ["latest"]
-
-
-def test_names_are_short_there(lab: Lab) -> None:
-    """As on eCryptfs: a temporary name may not be longer than a name may be."""
-    folder = mounted(lab, "--name-max=143")
-    path = folder / ("n" * 140 + ".pt")
-    for _ in range(2):
-        with fast():
-            torch.save(_STATES[0], path)
-    assert os.listdir(folder) == [path.name]
-    report = fastserial.last_save_report()
-    assert report is not None
-    assert report.fallback is None

@@ -15,8 +15,6 @@ from typing import Any
 from support import processes
 from support.ranks import Job, Server
 
-__all__ = ["Victim", "Zygote"]
-
 _PATIENCE = 60.0
 
 

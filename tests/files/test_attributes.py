@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import json
@@ -20,8 +19,7 @@ import torch
 from support.processes import run
 
 from fastserial.errors import WriteError
-from fastserial.files import replacement
-from fastserial.files.durable import replace_text
+from fastserial.files import destination
 from fastserial.saving.writer import FastFileWriter
 
 _ACCESS, _DEFAULT = "system.posix_acl_access", "system.posix_acl_default"
@@ -153,24 +151,12 @@ def test_file_systems_without_extended_attributes(
         assert save(target).fallback is None
 
 
-def test_what_belongs_to_the_old_content_is_not_kept(target: Path) -> None:
-    need_root()
-    capability = struct.pack("<5I", 0x02000001, 1 << 10, 0, 0, 0)
-    set_attribute(target, "security.capability", capability)
-    with open(target, "r+b") as file:
-        file.write(b"O")
-    assert os.listxattr(target) == [], "the kernel itself takes it off"
-    os.setxattr(target, "security.capability", capability)
-    save(target)
-    assert os.listxattr(target) == []
-
-
 def test_at_no_moment_may_more_people_read_it(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What counts is a file with a name: whoever has opened it can read what comes later."""
     need_root()
-    monkeypatch.setattr(replacement, "_can_link", lambda: False)
+    monkeypatch.setattr(destination, "_can_link", lambda: False)
     set_attribute(target.parent, _DEFAULT, FOR_BOB)
     os.chown(target, _ANN, _CLUB)
     target.chmod(0o600)
@@ -218,19 +204,6 @@ def test_a_chmod_during_the_save_survives(target: Path) -> None:
 
 
 @pytest.mark.usefixtures("named")
-def test_so_do_an_acl_and_an_owner(target: Path) -> None:
-    need_root()
-    with FastFileWriter(target) as writer:
-        writer.write(b"new")
-        os.chown(target, _ANN, _CLUB)
-        set_attribute(target, _ACCESS, SECRET)
-        set_attribute(target, "user.run", b"17")
-        before = everything(target)
-    assert target.read_bytes() == b"new"
-    assert everything(target) == before
-
-
-@pytest.mark.usefixtures("named")
 def test_a_change_that_cannot_be_followed_keeps_the_old_file(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,14 +221,6 @@ def test_a_change_that_cannot_be_followed_keeps_the_old_file(
     assert os.listdir(target.parent) == ["x.pt"]
 
 
-@pytest.mark.usefixtures("named")
-def test_a_file_that_is_removed_during_the_save(target: Path) -> None:
-    with FastFileWriter(target) as writer:
-        writer.write(b"new")
-        target.unlink()
-    assert target.read_bytes() == b"new"
-
-
 # -- where a new file cannot have them -----------------------------------------------------------
 
 
@@ -263,17 +228,6 @@ def check_saved(target: Path, before: tuple[Any, ...]) -> None:
     assert torch.load(target) == "new"
     assert everything(target) == before
     assert os.listdir(target.parent) == ["x.pt"]
-
-
-def refusal(target: Path) -> str:
-    """Return what a FastFileWriter, which has no stock behind it, says of a target."""
-    before = everything(target), target.read_bytes()
-    with pytest.raises(WriteError, match="Save to another path") as caught:
-        FastFileWriter(target)
-    assert caught.value.filename == str(target)
-    assert (everything(target), target.read_bytes()) == before
-    assert os.listdir(target.parent) == ["x.pt"]
-    return str(caught.value)
 
 
 def test_a_group_that_is_not_the_users(target: Path) -> None:
@@ -314,24 +268,6 @@ def test_a_root_that_may_not_do_anything(
         check_saved(target, before)
 
 
-def test_a_root_that_may_not_write_every_file(target: Path) -> None:
-    """As stock: the folder would let it replace what it may not open."""
-    need_root()
-    if shutil.which("setpriv") is None:
-        pytest.skip("needs setpriv (apt-get install util-linux)")
-    target.parent.chmod(0o777)
-    os.chown(target, _BOB, _CLUB)
-    target.chmod(0o600)
-    before = everything(target)
-    words = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"]
-    assert save_as(target, *words)["errno"] == errno.EACCES
-    assert (everything(target), target.read_bytes()) == (before, b"old")
-    target.chmod(0o666)
-    before = everything(target)
-    assert save_as(target, *words) == {"by_torch": None}
-    check_saved(target, before)
-
-
 def test_an_owner_whom_a_container_does_not_know(target: Path) -> None:
     """The kernel shows 65534, which may be somebody in there."""
     need_root()
@@ -347,29 +283,6 @@ def test_an_owner_whom_a_container_does_not_know(target: Path) -> None:
         raise
     assert told == {"by_torch": "its owner is unknown in this user namespace"}
     check_saved(target, before)
-
-
-@pytest.mark.usefixtures("named")
-@pytest.mark.parametrize("call", ["fchown", "fchmod", "setxattr"])
-def test_file_systems_that_only_pretend(
-    target: Path, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    need_root()
-    os.chown(target, _ANN, _CLUB)
-    target.chmod(0o664)
-    if call == "setxattr":
-        set_attribute(target, _ACCESS, SECRET)
-    monkeypatch.setattr(os, call, lambda *words: None)
-    assert "a new file cannot have its " in refusal(target)
-
-
-def test_a_small_text_is_overwritten(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "O_TMPFILE", 0)
-    need_root()
-    target.write_text("longer than the new one")
-    with append_only(target.parent):
-        replace_text(str(target), "latest")
-        assert target.read_text() == "latest"
 
 
 # -- append-only directories ---------------------------------------------------------------------
@@ -408,51 +321,3 @@ def test_a_file_in_an_append_only_directory(target: Path, named: bool, there: bo
 
 
 # -- those who watch the directory ---------------------------------------------------------------
-
-_EVENT = struct.Struct("iIII")
-_KINDS = {0x8: "CLOSE_WRITE", 0x80: "MOVED_TO", 0x100: "CREATE"}
-
-
-class Watch:
-    """Tells what inotify tells of a directory."""
-
-    def __init__(self, folder: Path) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        assert self._libc.inotify_add_watch(self._fd, os.fsencode(folder), sum(_KINDS)) >= 0
-
-    def told(self) -> list[tuple[str, str]]:
-        """Return (event, name) of what happened so far, and end."""
-        found = []
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                raw = os.read(self._fd, 1 << 16)
-                while raw:
-                    _, mask, _, length = _EVENT.unpack_from(raw)
-                    name = raw[_EVENT.size : _EVENT.size + length].rstrip(b"\0").decode()
-                    found.append((_KINDS[mask], name))
-                    raw = raw[_EVENT.size + length :]
-        os.close(self._fd)
-        return found
-
-
-@pytest.mark.parametrize("durable", [False, True])
-def test_watchers_hear_of_a_new_file(
-    target: Path, named: bool, durable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with torch: it is closed under its name, and by then it is whole."""
-    target.unlink()
-    monkeypatch.setenv("FASTSERIAL_DURABLE", str(int(durable)))
-    watch = Watch(target.parent)
-    save(target)
-    told = [event for event, name in watch.told() if name == target.name]
-    assert told == (["MOVED_TO", "CLOSE_WRITE"] if named else ["CREATE", "CLOSE_WRITE"])
-
-
-def test_watchers_hear_of_a_replaced_file(target: Path, named: bool) -> None:
-    watch = Watch(target.parent)
-    save(target)
-    assert [event for event, name in watch.told() if name == target.name] == [
-        "MOVED_TO",
-        "CLOSE_WRITE",
-    ]

@@ -14,10 +14,8 @@ from support.corpus import MIB, noise
 from support.identity import digest, fast, stock
 
 import fastserial
-from fastserial.engines.base import Completion, Request
-from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import WriteError
-from fastserial.files import caching, meminfo
+from fastserial.files import caching, linux
 from fastserial.files.caching import cached_fraction
 from fastserial.reports import last_load_report
 
@@ -27,7 +25,7 @@ SMALL = {"small_file": 0, "block_size": 256 * 1024}
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No device was measured, and a trial takes few bytes."""
-    monkeypatch.setattr(caching, "_verdicts", {})
+    monkeypatch.setattr(caching, "_speeds", {})
     monkeypatch.setattr(caching, "TRIAL", MIB)
 
 
@@ -46,13 +44,13 @@ def direct(tmp_path: Path, unmeasured: None) -> Path:
     """A folder on an unmeasured device that takes direct I/O."""
     if not saved(tmp_path / "direct.pt", direct=True).direct:
         pytest.skip("no direct I/O here")
-    caching._verdicts.clear()
+    caching._speeds.clear()
     return tmp_path
 
 
 def verdicts() -> list[bool]:
     """What was found out of devices, in this order."""
-    return [found.fast for found in caching._verdicts.values()]
+    return [found.fast for found in caching._speeds.values()]
 
 
 def chill(path: Path) -> None:
@@ -141,36 +139,6 @@ def test_a_device_that_was_busy_is_measured_again(
     assert verdicts() == [True]
 
 
-def test_a_device_that_was_fast_is_measured_again(
-    direct: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may have used up what a cloud lends it for a while."""
-    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
-    assert saved(direct / "fast.pt").direct
-    monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
-    assert saved(direct / "soon.pt").direct
-    assert verdicts() == [True]
-    monkeypatch.setattr(caching, "FAST_FOR", 0.0)
-    assert not saved(direct / "later.pt").direct
-    assert cached(direct / "later.pt") > 0.99
-    assert verdicts() == [False]
-
-
-@pytest.mark.parametrize("speed", [0.0, float("inf")])
-def test_a_device_is_fast_as_long_as_direct_saves_are(
-    direct: Path, monkeypatch: pytest.MonkeyPatch, speed: float
-) -> None:
-    """No save has to be on trial for that; one that is slow says nothing, it may have waited."""
-    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
-    assert saved(direct / "fast.pt").direct
-    (key, known), *_ = caching._verdicts.items()
-    monkeypatch.setattr(caching, "FAST_DEVICE", speed)
-    assert saved(direct / "soon.pt").direct
-    assert saved(direct / "short.pt", [noise(MIB // 2)]).direct
-    assert verdicts() == [True]
-    assert (caching._verdicts[key].at > known.at) is (speed == 0.0)
-
-
 def test_little_is_no_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
 ) -> None:
@@ -178,41 +146,6 @@ def test_little_is_no_trial(
     monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
     assert not saved(tmp_path / "short.pt", [noise(MIB // 2)]).direct
     assert not verdicts()
-
-
-def test_where_a_sandbox_refuses_the_call_saves_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
-) -> None:
-    def refused(*args: object) -> int:
-        ctypes.set_errno(errno.EPERM)
-        return -1
-
-    monkeypatch.setattr(caching, "_sync_file_range", refused)
-    assert not saved(tmp_path / "f.pt").direct
-    assert not verdicts()
-    torch.load(tmp_path / "f.pt")
-
-
-def test_a_trial_on_a_file_whose_writes_wait_times_the_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
-) -> None:
-    """With O_DSYNC nothing is left to wait for at the end of the trial."""
-    if not has_direct(tmp_path) or not os.major(tmp_path.stat().st_dev):
-        pytest.skip("no direct I/O here, or no block device")
-    clock = iter(range(1000))  # a second for each look at the clock
-    monkeypatch.setattr(caching, "perf_counter", lambda: next(clock))
-    took: list[int] = []
-    for flags in (0, os.O_DSYNC):
-        caching._verdicts.clear()
-        monkeypatch.setattr(caching, "FAST_DEVICE", 1.5 * MIB)  # for one second fast, for two slow
-        fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT | flags)
-        try:
-            trial = caching.Timing(fd)
-            trial.take(0, 2 * MIB)
-            took.append(trial.judge())
-        finally:
-            os.close(fd)
-    assert took == [True, False]
 
 
 def test_on_a_fast_device_a_save_is_direct(direct: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,40 +196,14 @@ def test_without_the_call_saves_go_through_the_cache(
     assert not saved(tmp_path / "f.pt").direct
 
 
-class FailsLater(ThreadsEngine):
-    """Reads a few blocks, and then no more."""
-
-    served = 0
-
-    def _serve(self, request: Request) -> Completion:
-        self.served += 1
-        if self.served > 2:
-            return Completion(request, 0, OSError(errno.EIO, "Input/output error"))
-        return super()._serve(request)
-
-
-def test_reading_ahead_that_fails_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch reads the rest, and the report does not keep that to itself."""
-    with stock():
-        want = digest(torch.load(path))
-    monkeypatch.setattr("fastserial.loading.pump.create", lambda name, threads: FailsLater(1))
-    monkeypatch.setattr("fastserial.loading.pump.SCATTERED_BLOCK", 1 << 20)
-    with fast(**SMALL):
-        found = torch.load(path)
-        report = last_load_report()
-    assert digest(found) == want
-    assert report is not None
-    assert "torch read the rest: [Errno 5]" in str(report.fallback)
-
-
 # --- memory -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(meminfo, "_GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(meminfo, "_MOUNT", tmp_path)
-    monkeypatch.setattr(meminfo, "meminfo", lambda: {"MemAvailable": 1 << 40})
+    monkeypatch.setattr(linux, "_OWN_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(linux, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(linux, "meminfo", lambda: {"MemAvailable": 1 << 40})
     return tmp_path
 
 
@@ -310,22 +217,10 @@ def test_the_narrowest_group_counts(groups: Path) -> None:
     (groups / "cgroup").write_text("0::/job/step\n")
     limit(groups / "job", max="1000\n", current="900\n", stat="active_file 50\ninactive_file 7\n")
     limit(groups / "job" / "step", max="max\n", current="900\n", stat="")
-    assert meminfo.available_bytes() == 157
-
-
-def test_groups_of_version_1(groups: Path) -> None:
-    (groups / "cgroup").write_text("5:cpu:/a\n4:memory:/a\n0::/\n")
-    limit(
-        groups / "memory" / "a",
-        limit_in_bytes="5000\n",
-        usage_in_bytes="4000\n",
-        stat="total_active_file 1\ntotal_inactive_file 2\nactive_file 99\n",
-    )
-    limit(groups / "memory", limit_in_bytes=f"{2**63 - 4096}\n")
-    assert meminfo.available_bytes() == 1003
+    assert linux.available_bytes() == 157
 
 
 def test_groups_that_are_not_there(groups: Path) -> None:
-    assert meminfo.available_bytes() == 1 << 40
+    assert linux.available_bytes() == 1 << 40
     (groups / "cgroup").write_text("0::/of/the/host\n")
-    assert meminfo.available_bytes() == 1 << 40
+    assert linux.available_bytes() == 1 << 40

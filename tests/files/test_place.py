@@ -20,14 +20,9 @@ from support.identity import difference, fast, stock
 from support.processes import run
 
 import fastserial
-from fastserial.checksums import CrcLedger, crc32
-from fastserial.files import linux, targets
+from fastserial.files import linux
 from fastserial.files.durable import replace_bytes
-from fastserial.files.targets import StockWay
-from fastserial.formats.extents import Data
-from fastserial.reasons import Reason
 from fastserial.reports import SAVES
-from fastserial.saving.fill import Part
 
 SMALL = {"x": torch.arange(1000.0)}
 HELD = "this process has the file open or locked"
@@ -76,17 +71,6 @@ def test_a_temporary_file_is_read_through_its_handle(
         assert os.listdir(tmp_path) == [os.path.basename(file.name)]
 
 
-@both_formats
-def test_a_descriptor_shows_the_new_size(fmt: str, tmp_path: Path) -> None:
-    fd, name = tempfile.mkstemp(dir=tmp_path)
-    try:
-        with fast():
-            save(name, fmt)
-        assert os.fstat(fd).st_size == os.stat(name).st_size > 4000
-    finally:
-        os.close(fd)
-
-
 def test_a_lock_stays_on_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(b"old")
@@ -121,17 +105,6 @@ def test_a_mapped_file_is_replaced(tmp_path: Path) -> None:
     assert mapped.equal(torch.arange(300_000.0))
 
 
-def test_a_lazy_checkpoint_goes_on_reading_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
-    with fast():
-        save(path, live={"x": torch.arange(300_000.0), "y": torch.ones(3)})
-        with fastserial.open(path) as lazy:
-            assert lazy.get_tensor("y").equal(torch.ones(3))
-            save(path)
-            assert fallback() is None
-            assert lazy.get_tensor("x").equal(torch.arange(300_000.0))
-
-
 # -- names of descriptors, links ---------------------------------------------------------------
 
 SPELLINGS: dict[str, Callable[[int], str]] = {
@@ -161,39 +134,6 @@ def test_a_descriptor_by_any_name(
         assert os.listdir(tmp_path) == []
     assert len(written["stock"]) > 4000
     assert len(written["fast"]) == len(written["stock"])  # the archive may be named by the number
-
-
-def test_what_the_kernel_does_not_follow_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As under `fs.protected_symlinks`, or on a mount with `nosymfollow`."""
-    victim, link = tmp_path / "victim.pt", tmp_path / "a.pt"
-    victim.write_bytes(b"old")
-    link.symlink_to("victim.pt")
-    real = os.stat
-
-    def forbidden(path: Any, *, follow_symlinks: bool = True, **rest: Any) -> os.stat_result:
-        if follow_symlinks and path == str(link):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-        return real(path, follow_symlinks=follow_symlinks, **rest)
-
-    with fast(), monkeypatch.context() as patch:
-        patch.setattr(os, "stat", forbidden)
-        with pytest.raises(fastserial.WriteError) as caught:
-            save(str(link))
-    assert caught.value.errno == errno.EACCES
-    assert isinstance(caught.value, PermissionError)
-    assert victim.read_bytes() == b"old"
-    assert link.is_symlink()
-
-
-def test_a_removed_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    with fast(), pytest.raises(RuntimeError, match="No such file or directory"):
-        save("a.pt")
 
 
 # -- reserving space ---------------------------------------------------------------------------
@@ -238,61 +178,7 @@ def test_reserving_space_ends_under_signals(tmp_path: Path, interrupted: _Interr
     assert len(heard) == interrupted.calls
 
 
-def test_a_handler_may_end_it(tmp_path: Path, interrupted: _Interrupted) -> None:
-    def handler(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with (tmp_path / "x").open("wb") as file, pytest.raises(KeyboardInterrupt):
-            linux.preallocate(file.fileno(), 0, 1 << 20)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert interrupted.calls == 1
-
-
 # -- what is put together in memory ------------------------------------------------------------
-
-
-def test_a_large_storage_of_a_device_is_copied_in_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    content = os.urandom(20_000_001)
-    copies: list[int] = []
-
-    class Memory:
-        nbytes = len(content)
-
-        def copy_to(self, address: int, start: int, length: int) -> None:
-            copies.append(length)
-            ctypes.memmove(address, content[start : start + length], length)
-
-    from fastserial.saving.fill import write_buffered
-
-    ledger = CrcLedger([len(content)], [None])
-    part = Part(0, Data(Memory(), len(content), 0), 0, len(content), ledger)
-    with (tmp_path / "x").open("wb") as file:
-        write_buffered(file.fileno(), [part])
-    assert (tmp_path / "x").read_bytes() == content
-    assert max(copies) <= 8 << 20
-    assert ledger.wait(0) == crc32(content)
-
-
-def test_what_a_mount_lacks_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
-    real = targets._tried
-
-    def noting(directory: str) -> str | None:
-        tried.append(directory)
-        return real(directory)
-
-    monkeypatch.setattr(targets, "_tried", noting)
-    monkeypatch.setattr(targets, "_known", {})
-    (tmp_path / "below").mkdir()
-    for folder in (tmp_path, tmp_path / "below", tmp_path):
-        assert targets.why_incapable(str(folder), 0) is None
-    assert tried == [str(tmp_path)]
-    assert os.listdir(tmp_path) == ["below"]
 
 
 # -- callers that have no stock behind them ----------------------------------------------------
@@ -310,23 +196,6 @@ def test_a_writer_says_what_to_do_instead(tmp_path: Path) -> None:
     assert str(path) in text
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a.pt"]
-
-
-@both_formats
-@pytest.mark.parametrize("installed", [False, True])
-def test_fastserial_save_lets_torch_write_and_counts_once(
-    fmt: str, installed: bool, tmp_path: Path
-) -> None:
-    path = tmp_path / "a.pt"
-    with stock():
-        save(path, fmt)
-    want = path.read_bytes()
-    with path.open("r+b"), fast() if installed else stock():
-        assert fastserial.save(SMALL, path, zip_container=fmt == "zip") is None
-    assert difference(want, path.read_bytes()) is None
-    (why,) = fastserial.summary().saves.why_torch
-    assert (why.count, why.reason) == (1, HELD)
-    assert why.remedy == "close the file before it is saved to"
 
 
 def test_save_async_lets_torch_write_and_says_why(tmp_path: Path) -> None:
@@ -352,24 +221,3 @@ def test_small_files_are_written_over_what_cannot_be_replaced(tmp_path: Path) ->
     assert path.stat().st_ino == inode
     replace_bytes(str(path), b"newer")
     assert path.stat().st_ino != inode
-
-
-def test_a_part_of_a_small_new_file_does_not_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would be taken for the mark of a complete checkpoint."""
-
-    def full(fd: int, data: bytes) -> None:
-        os.write(fd, data[:2])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    path = tmp_path / "latest"
-    monkeypatch.setattr("fastserial.files.durable.open_path", lambda *_: StockWay(Reason("why")))
-    monkeypatch.setattr("fastserial.files.durable._write", full)
-    with pytest.raises(fastserial.WriteError, match="latest"):
-        replace_bytes(str(path), b"new")
-    assert not path.exists()
-    path.write_bytes(b"old")
-    with pytest.raises(fastserial.WriteError, match="latest"):
-        replace_bytes(str(path), b"new")
-    assert path.exists()

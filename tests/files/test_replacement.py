@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ import torch
 from support.identity import fast
 
 from fastserial import config
-from fastserial.errors import MissingDirectoryError, WriteError
+from fastserial.errors import WriteError
+from fastserial.files import destination as replacement_module
 from fastserial.files import linux
-from fastserial.files import replacement as replacement_module
-from fastserial.files.replacement import Replacement, temporary_name
+from fastserial.files.destination import Replacement, temporary_name
 from fastserial.files.targets import PathTarget, StockWay, path_target
-from fastserial.interrupts import Background
 from fastserial.saving.writer import FastFileWriter
 
 
@@ -54,35 +52,6 @@ def test_what_killed_processes_left_is_removed(target: Path, named: bool, slots:
     write(target, b"new")
     assert os.listdir(target.parent) == ["x.pt"]
     assert target.read_bytes() == b"new"
-
-
-@pytest.mark.parametrize("slots", [[0], [0, 1, 2], [0, 5]])
-def test_also_where_there_is_no_file_to_replace(
-    target: Path, named: bool, slots: list[int]
-) -> None:
-    target.unlink()
-    for slot in slots:
-        (target.parent / temporary_name("x.pt", slot)).write_bytes(b"left")
-    write(target, b"new")
-    assert os.listdir(target.parent) == ["x.pt"]
-
-
-def test_a_new_file_looks_for_one_name_only(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two saves at once, the second one killed, and the checkpoint deleted since."""
-    target.unlink()
-    left = target.parent / temporary_name("x.pt", 1)
-    left.write_bytes(b"left")
-    write(target, b"new")
-    assert left.exists()
-    write(target, b"newer")
-    assert not left.exists()
-    target.unlink()
-    left.write_bytes(b"left")
-    monkeypatch.setattr(
-        replacement_module, "_can_link", lambda: False
-    )  # temporary names are usual here
-    write(target, b"new")
-    assert not left.exists()
 
 
 def test_a_failing_save_removes_them_too(target: Path) -> None:
@@ -314,28 +283,7 @@ def test_a_directory_that_cannot_be_synced_is_named_in_the_report(
     assert target.read_bytes() == b"new"
 
 
-def test_the_directory_is_removed(tmp_path: Path, named: bool) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    file = FastFileWriter(folder / "x.pt")
-    file.write(b"new")
-    for left in folder.iterdir():
-        left.unlink()
-    folder.rmdir()
-    with pytest.raises(MissingDirectoryError, match="directory was removed"):
-        file.close()
-
-
 # -- where a file cannot be replaced -------------------------------------------------------------
-
-
-def test_a_read_only_file_system(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linux, "is_read_only", lambda path: True)
-    monkeypatch.setattr(os, "access", lambda path, mode, **keywords: not mode & os.W_OK)
-    for path in (target, target.with_name("new.pt")):
-        with pytest.raises(WriteError, match="read-only") as caught:
-            path_target(str(path))
-        assert caught.value.errno == errno.EROFS
 
 
 def test_a_mount_point_is_not_replaced(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,52 +291,10 @@ def test_a_mount_point_is_not_replaced(target: Path, monkeypatch: pytest.MonkeyP
     assert path_target(str(target)) == StockWay("the file is a mount point")
 
 
-def test_mount_points_are_known(target: Path) -> None:
-    device = os.stat(target.parent).st_dev
-    assert not linux.is_mount_point(str(target), device)
-    assert not linux.is_mount_point(str(target), device + 1), "the kernel tells better"
-    assert linux.is_mount_point("/proc", 0)
-
-
 def test_a_directory_that_cannot_be_listed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode, **keywords: not mode & os.R_OK)
     for path in (target, target.with_name("new.pt")):
         assert isinstance(path_target(str(path)), StockWay)
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_an_error_of_the_first_step_says_what_is_left(
-    target: Path, there: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not there:
-        target.unlink()
-    with failing(monkeypatch, "open", errno.EMFILE), pytest.raises(WriteError) as caught:
-        write(target, b"new")
-    assert ("the previous file is intact" if there else "no file was made") in str(caught.value)
-    assert target.exists() is there
-
-
-def test_a_signal_handler_saves_while_the_old_file_is_freed(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replacement_module, "LARGE_FILE", 1)
-    real = Background.start
-    handler = [lambda: write(target, b"handler's")]
-
-    def start(threads: Background, *arguments: Any) -> bool:
-        if handler:
-            handler.pop()()  # in the saving thread, as Python calls them
-        return real(threads, *arguments)
-
-    saving = threading.Thread(target=write, args=(target, b"new"), daemon=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(Background, "start", start)
-        saving.start()
-        saving.join(20)
-        assert not saving.is_alive()
-    assert not handler
-    replacement_module.wait_until_free()
-    assert target.read_bytes() == b"handler's"
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EINVAL, errno.EOVERFLOW])

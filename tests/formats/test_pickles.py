@@ -6,7 +6,6 @@ import collections
 import contextlib
 import dataclasses
 import decimal
-import io
 import os
 import pickle
 from typing import Any
@@ -23,11 +22,9 @@ from fastserial.errors import (
 from fastserial.formats.pickles import (
     Call,
     Decoded,
-    Elided,
     Global,
     Limits,
     Mapping,
-    Persistent,
     decode,
 )
 from fastserial.formats.source import BytesSource, ByteStream
@@ -99,7 +96,7 @@ VALUES = st.recursive(
 
 
 @given(value=VALUES, protocol=st.sampled_from(PROTOCOLS))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_values_are_what_unpickling_gives(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     found = read(data)
@@ -139,17 +136,6 @@ def test_objects_keep_class_arguments_and_state() -> None:
     assert [real(state) for state in found.state] == [{"note": "more"}]
 
 
-def test_persistent_ids_are_listed_in_order() -> None:
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, item: Any) -> Any:
-            return ("storage", item.real) if isinstance(item, complex) else None
-
-    out = io.BytesIO()
-    Pickler(out, 2).dump([1j + 1, 1j + 2, 1j + 1])
-    found = read(out.getvalue())
-    assert found.persistents == [Persistent(("storage", number)) for number in (1, 2, 1)]
-
-
 def test_every_truncation_is_an_error() -> None:
     data = pickle.dumps({"a": [1, 2.0, "x" * 300], "b": (None, b"y" * 300)}, 2)
     for length in range(len(data)):
@@ -157,30 +143,11 @@ def test_every_truncation_is_an_error() -> None:
             read(data[:length])
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        pickle.dumps({"a": [1, 2.5, "x"]}, 0),
-        b"\x80\x02\x82\x01.",
-        pickle.dumps(pickle.PickleBuffer(b"x"), 5, buffer_callback=lambda buffer: None),
-    ],
-    ids=["protocol 0", "extension", "buffer"],
-)
-def test_what_is_not_read_is_no_damage(data: bytes) -> None:
-    with pytest.raises(UnreadableCheckpointError, match=r"use torch\.load"):
-        read(data)
-
-
 @given(st.binary(max_size=200))
 @settings(max_examples=500, deadline=None)
 def test_garbage_is_a_value_or_an_error(data: bytes) -> None:
     with contextlib.suppress(CorruptCheckpointError, UnreadableCheckpointError):
         read(data)
-
-
-def test_long_values_are_left_out() -> None:
-    found = read(pickle.dumps(["x" * 100_000, b"y" * 100_000, "z"], 4))
-    assert found.value == [Elided("str", 100_000), Elided("bytes", 100_000), "z"]
 
 
 def test_memory_has_a_limit() -> None:

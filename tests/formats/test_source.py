@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
 from fastserial.errors import TruncatedCheckpointError
 from fastserial.formats.container import format_of_head
-from fastserial.formats.dcp import framed, parse
-from fastserial.formats.legacy.structure import read_legacy
-from fastserial.formats.safetensors import header_bytes, read_header
 from fastserial.formats.source import BytesSource, DescriptorSource, Source
-from fastserial.formats.tensors import zip_outline
-from fastserial.formats.zip.records import read_places
 
 DATA = bytes(range(200))
 
@@ -59,29 +50,6 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
     assert source.read_at(99, 1) == DATA[99:100]
     with pytest.raises(TruncatedCheckpointError, match="byte 100"):
         source.read_at(50, 100)
-
-
-@KINDS
-def test_every_parser_takes_any_of_them(kind: Kind, tmp_path: Path) -> None:
-    state = {"w": torch.arange(30.0)}
-    for zipped in (True, False):
-        out = io.BytesIO()
-        torch.save(state, out, _use_new_zipfile_serialization=zipped)
-        source = kind(out.getvalue(), tmp_path / "x")
-        if zipped:
-            found = zip_outline(source, read_places(source))
-            assert found is not None
-            assert [tensor.key for tensor in found.tensors] == ["w"]
-        else:
-            assert [storage.nbytes for storage in read_legacy(source).storages.values()] == [120]
-    data = header_bytes([("w", "float32", (30,), 120)], {}) + bytes(120)
-    assert list(read_header(kind(data, tmp_path / "x")).outline.storages) == ["w"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is one process
-        dcp.save(state, checkpoint_id=tmp_path / "dcp")
-    pickled = (tmp_path / "dcp" / ".metadata").read_bytes()
-    for data in (pickled, framed(pickled)):
-        assert list(parse(kind(data, tmp_path / "x"), "x").tensors) == ["w"]
 
 
 def test_a_file_that_is_emptied_meanwhile_is_no_checkpoint(tmp_path: Path) -> None:

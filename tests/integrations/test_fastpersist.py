@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,12 @@ from fastserial.config import current
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine
 from fastserial.engines.deepspeed.writer_config import FastFileWriterConfig, options_of
 from fastserial.errors import ConfigError, EngineUnavailableError, WriteError
-from fastserial.integrations import fastpersist
 from fastserial.integrations.fastpersist import (
     fastpersist_save,
     fastpersist_save_legacy,
     get_aio_handle,
     get_pinned_buffer,
 )
-from fastserial.saving.extent_writer import ExtentWriter
 
 SAVES = {"zip": fastpersist_save, "legacy": fastpersist_save_legacy}
 # Of what DeepSpeed's FastFileWriter prints, and what DeepSpeedExamples' functions return.
@@ -81,48 +78,6 @@ def test_statistics(fmt: str, tmp_path: Path) -> None:
     assert found["total_GB/s"] == pytest.approx(rate)
 
 
-@pytest.mark.parametrize("direct", [True, "auto"])
-@pytest.mark.parametrize("fmt", SAVES)
-def test_statistics_are_of_all_bytes_and_all_time(fmt: str, direct: Any, tmp_path: Path) -> None:
-    """Also of the first blocks, which go through the page cache on trial ("auto")."""
-    with fastserial.options(direct=direct, small_file=0, block_size=MIB, queue_depth=4):
-        found: Any = SAVES[fmt]({"a": noise(30 * MIB), "b": noise(1000)}, tmp_path / "a.pt")
-    report = fastserial.last_save_report()
-    assert report is not None
-    assert sum(report.phases.values()) == pytest.approx(report.seconds)
-    own = report.seconds - report.phases["serialize"]
-    assert found["write_secs"] == pytest.approx(own)
-    assert found["aio_bytes"] >= 30 * MIB
-    assert found["aio_bytes"] + found["slow_bytes"] == (tmp_path / "a.pt").stat().st_size
-
-
-def test_waiting_for_the_storages_is_transfer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow(self: ExtentWriter) -> None:
-        time.sleep(0.2)
-        release(self)
-
-    release = ExtentWriter.release_sources
-    monkeypatch.setattr(ExtentWriter, "release_sources", slow)
-    found: Any = fastpersist_save_legacy([noise(MIB)], tmp_path / "a.pt")
-    report = fastserial.last_save_report()
-    assert report is not None
-    assert min(found["write_secs"], report.phases["transfer"]) >= 0.2
-
-
-def test_phases_of_a_stream(tmp_path: Path) -> None:
-    """Writes before the last one are transfer, not `serialize` as well."""
-    with fastserial.FastFileWriter(tmp_path / "a") as writer:
-        for _ in range(20):
-            writer.write(bytes(MIB))
-        for _ in range(20_000):
-            writer.write(bytes(100))
-    report = writer.report
-    assert report is not None
-    assert sum(report.phases.values()) == pytest.approx(report.seconds)
-
-
 @pytest.mark.parametrize("fmt", SAVES)
 def test_statistics_are_printed_when_asked_for(
     fmt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -131,20 +86,6 @@ def test_statistics_are_printed_when_asked_for(
     assert capsys.readouterr().out == ""
     found = SAVES[fmt]([1], tmp_path / "a.pt")
     assert capsys.readouterr().out == f"stats = {found}\n"
-
-
-def test_works_while_installed(tmp_path: Path) -> None:
-    fastserial.install()
-    try:
-        fastpersist_save(torch.ones(3), tmp_path / "a.pt")
-    finally:
-        fastserial.uninstall()
-    assert torch.equal(torch.load(tmp_path / "a.pt"), torch.ones(3))
-
-
-@pytest.mark.parametrize("fmt", SAVES)
-def test_special_files_go_torchs_way(fmt: str) -> None:
-    assert SAVES[fmt](torch.ones(3), "/dev/null")["total_bytes"] == 0
 
 
 @pytest.mark.parametrize("fmt", SAVES)
@@ -302,16 +243,3 @@ def test_buffer_is_zeroed_and_locked(handle: Any) -> None:
     assert buffer.nbytes == MIB
     assert not buffer.any()
     assert torch.cuda.is_available() or handle.is_pinned(buffer[100:200])
-
-
-@pytest.mark.parametrize("size", [0, -1, 1.5, "8"])
-def test_impossible_sizes_of_a_buffer(size: Any) -> None:
-    with pytest.raises(ConfigError, match=f"size_mb must be .* not {size!r}"):
-        get_pinned_buffer(size)
-
-
-def test_a_buffer_larger_than_what_may_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastpersist, "may_lock", lambda nbytes: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(EngineUnavailableError, match=r"`ulimit -l 8192`.*less .`size_mb`, now 8"):
-        get_pinned_buffer(8)

@@ -100,14 +100,6 @@ def test_urls_are_lightnings(any_io: Any) -> None:
         any_io.load_checkpoint(url)
 
 
-def test_file_urls(any_io: Any, tmp_path: Path) -> None:
-    any_io.save_checkpoint(state(), f"file://{tmp_path}/x.ckpt")
-    any_io.teardown()
-    assert weight(tmp_path / "x.ckpt") == 1.0
-    any_io.remove_checkpoint(f"file://{tmp_path}/x.ckpt")
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize("leads_to", ["epoch=0.ckpt", "nowhere.ckpt"])
 def test_a_link_is_replaced_not_what_it_leads_to(
     any_io: Any, tmp_path: Path, leads_to: str
@@ -341,17 +333,6 @@ def test_fit_raises_what_was_not_saved(small_files: None, steps: int, tmp_path: 
     assert os.listdir(tmp_path) == []
 
 
-def test_an_error_with_a_url_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    io = FastAsyncCheckpointIO()
-    with monkeypatch.context() as patch:
-        patch.setattr(TorchCheckpointIO, "save_checkpoint", _fails)
-        with pytest.raises(ConnectionError):
-            io.save_checkpoint(state(), "memory://bucket/x.ckpt")
-            io.teardown()
-    io.save_checkpoint(state(), "memory://bucket/x.ckpt")
-    io.teardown()
-
-
 def test_it_can_be_pickled_and_forked(held: threading.Event, tmp_path: Path) -> None:
     """As spawned and forked processes of a strategy get it; what is under way is the parent's."""
     io = FastAsyncCheckpointIO(snapshot_budget=1 << 30)
@@ -375,17 +356,7 @@ def test_it_can_be_pickled_and_forked(held: threading.Event, tmp_path: Path) -> 
     assert weight(tmp_path / "x.ckpt") == 1.0
 
 
-@pytest.mark.parametrize("wrong", [{"snapshot": "later"}, {"snapshot_budget": -1}])
-def test_arguments(wrong: dict[str, Any]) -> None:
-    with pytest.raises(fastserial.ConfigError, match=next(iter(wrong))):
-        FastAsyncCheckpointIO(**wrong)
-
-
 def fastserial_waits(io: FastAsyncCheckpointIO) -> None:
     """Wait for the saves of a plugin, and tell nobody of their errors."""
     for save in io._saves:
         save.exception()
-
-
-def _fails(*arguments: Any, **named: Any) -> None:
-    raise ConnectionError

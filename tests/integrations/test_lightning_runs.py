@@ -69,25 +69,6 @@ def test_killed_in_a_save_and_resumed(run: Run, unbroken: Any, io: str, tmp_path
     assert files(folder) == ["step=10.ckpt", "step=12.ckpt", "step=4.ckpt"]  # as stock: not its own
 
 
-def test_control_without_the_optimizers_state_the_losses_differ(
-    run: Run, unbroken: Any, tmp_path: Path
-) -> None:
-    """What the comparison above would show if not all of the state came back."""
-    folder = tmp_path / "ckpt"
-    killed = run(PROGRAM, folder=str(folder), io="fast", last=None, kill_in=3)
-    assert killed.code == -signal.SIGKILL
-    path = folder / "step=4.ckpt"
-    state = torch.load(path, weights_only=False)
-    for moments in state["optimizer_states"][0]["state"].values():
-        moments["exp_avg"].zero_()
-    torch.save(state, path)
-    resumed = run(PROGRAM, folder=str(folder), io="fast", last=None, resume=str(path))
-    assert resumed.code == 0, resumed.output
-    expected = steps(unbroken(run), 4)
-    assert resumed.losses[0] == expected[0]  # before the first step with them
-    assert resumed.losses[1:] != expected[1:]
-
-
 def test_the_only_checkpoint_outlives_a_kill(run: Run, unbroken: Any, tmp_path: Path) -> None:
     """`save_top_k=1`, saved beside training: Lightning's own removes the old one at once."""
     folder = tmp_path / "async"
@@ -96,20 +77,6 @@ def test_the_only_checkpoint_outlives_a_kill(run: Run, unbroken: Any, tmp_path: 
     assert files(folder) == ["step=4.ckpt"]
     resumed = run(PROGRAM, folder=str(folder), io="async", resume=str(folder / "step=4.ckpt"))
     assert resumed.losses == steps(unbroken(run), 4)
-
-
-@pytest.mark.parametrize("io", ["stock", "async"])
-def test_last_is_found(run: Run, unbroken: Any, io: str, tmp_path: Path) -> None:
-    """`ckpt_path="last"`, with a link for a part of the run and a file for the rest."""
-    folder = tmp_path / "ckpt"
-    first = run(PROGRAM, folder=str(folder), io=io, last="link", steps=6)
-    assert first.code == 0, first.output
-    assert os.readlink(folder / "last.ckpt") == "step=6.ckpt"
-    second = run(PROGRAM, folder=str(folder), io=io, last=True, resume="last", steps=8)
-    assert second.code == 0, second.output
-    assert not (folder / "last.ckpt").is_symlink()
-    assert [torch.load(folder / name, weights_only=False)["global_step"]
-            for name in ("step=6.ckpt", "last.ckpt")] == [6, 8]  # fmt: skip
 
 
 @pytest.mark.parametrize("io", ["stock", "fast", "async"])

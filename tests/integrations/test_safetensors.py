@@ -94,15 +94,6 @@ def test_metadata_of_several_entries(fast: Callable[[], int], tmp_path: Path) ->
     assert torch.equal(load_file(tmp_path / "a")["a"], torch.arange(4))
 
 
-def test_report(fast: Callable[[], int], tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(4_000_000)}, tmp_path / "a")
-    report = fastserial.last_save_report()
-    assert report is not None
-    assert (report.container, report.durable) == ("safetensors", True)
-    assert report.bytes == os.path.getsize(tmp_path / "a")
-    assert fastserial.summary().saves.nbytes == report.bytes
-
-
 def test_a_save_that_fails_leaves_the_old_file(fast: Callable[[], int], tmp_path: Path) -> None:
     path = tmp_path / "a"
     save_file({"a": torch.zeros(10)}, path)
@@ -165,31 +156,6 @@ def test_a_save_that_fails_leaves_the_link(
     assert not there or load_file(blob)["a"].tolist() == [1.0] * 3
 
 
-def test_the_function_held_beyond_uninstall(tmp_path: Path) -> None:
-    """Taken while installed: it writes, then as safetensors does; and again once installed."""
-    fastserial.install(safetensors=True)
-    held = safetensors.torch.serialize_file
-    fastserial.uninstall()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors.torch, "serialize_file", held)
-        reports.SAVES.clear()
-        save_file({"a": torch.arange(3)}, tmp_path / "a")
-        assert load_file(tmp_path / "a")["a"].tolist() == [0, 1, 2]
-        assert reports.SAVES.count == 0
-        fastserial.install(safetensors=True)  # around the one that is held
-        save_file({"a": torch.arange(4)}, tmp_path / "a")
-        assert load_file(tmp_path / "a")["a"].tolist() == [0, 1, 2, 3]
-        assert reports.SAVES.count == 1
-        fastserial.uninstall()
-    assert safetensors.torch.serialize_file is _stock
-
-
-def test_other_targets_are_left_to_safetensors(fast: Callable[[], int]) -> None:
-    with pytest.raises(safetensors.SafetensorError, match="Error while serializing"):
-        save_file({"a": torch.zeros(3)}, "/proc/self/null")
-    assert fast() == 0
-
-
 def test_switched_on_by_the_environment(tmp_path: Path) -> None:
     program = (
         "import fastserial.auto, sys, torch, safetensors.torch as s\n"
@@ -201,15 +167,3 @@ def test_switched_on_by_the_environment(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, str(tmp_path / "a")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "safetensors"
-
-
-def test_an_older_safetensors_stays_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    monkeypatch.delattr(safetensors, "TensorSpec")
-    fastserial.install(safetensors=True)
-    try:
-        assert safetensors.torch.serialize_file is _stock
-        assert "fastserial needs release 0.8" in caplog.text
-    finally:
-        fastserial.uninstall()

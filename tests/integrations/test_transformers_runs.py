@@ -64,32 +64,6 @@ def test_trainer(run: Run, unbroken: Any, tmp_path: Path) -> None:
     assert ours == (last / "checkpoint-8" / "model.safetensors").read_bytes()
 
 
-def test_stock_trainer_beside(run: Run, unbroken: Any, tmp_path: Path) -> None:
-    """It takes the torn checkpoint, and fails; told which one is whole, it goes on."""
-    folder = tmp_path / "out"
-    killed = run(TRAINER, folder=str(folder), kill_in=3)
-    assert killed.code == -signal.SIGKILL, killed.output
-    assert checkpoints(folder) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    torn = run(TRAINER, folder=str(folder), resume=True)
-    assert torn.code == 1
-    assert "FileNotFoundError" in torn.output
-    resumed = run(TRAINER, folder=str(folder), resume=f"{folder}/checkpoint-4")
-    assert resumed.code == 0, resumed.output
-    assert resumed.losses == unbroken(run, TRAINER)[0][4:]
-
-
-def test_control_without_the_optimizers_state_the_losses_differ(
-    run: Run, unbroken: Any, tmp_path: Path
-) -> None:
-    folder = tmp_path / "out"
-    first = run(TRAINER, folder=str(folder), **FAST, steps=4)
-    assert first.code == 0, first.output
-    resumed = run(TRAINER, folder=str(folder), **FAST, resume="mark", forget=True)
-    assert resumed.code == 0, resumed.output
-    losses, _ = unbroken(run, TRAINER)
-    assert resumed.losses != losses[4:]
-
-
 def test_two_ranks(run: Run, tmp_path: Path) -> None:
     """The mark names the files of both; it comes when both are on the disk."""
     from fastserial.integrations.transformers import is_complete
@@ -99,18 +73,6 @@ def test_two_ranks(run: Run, tmp_path: Path) -> None:
     last = tmp_path / "out" / "checkpoint-8"
     assert is_complete(last)
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(os.listdir(last))
-
-
-def test_a_checkpoint_made_on_sigterm_is_marked(run: Run, tmp_path: Path) -> None:
-    """By `JITCheckpointCallback`, which tells no callback of it."""
-    from fastserial.integrations.transformers import is_complete
-
-    folder = tmp_path / "out"
-    ran = run(TRAINER, folder=str(folder), **FAST, every=1000, steps=100_000, terminate_at=20)
-    assert ran.code == 0, ran.output
-    names = [name for name in checkpoints(folder) if not name.endswith("000")]
-    assert len(names) == 1
-    assert is_complete(folder / names[0])
 
 
 @pytest.mark.parametrize(("ours", "safe"), [(True, True), (True, False), (False, True)])

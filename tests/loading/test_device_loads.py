@@ -21,8 +21,7 @@ from fastserial import CorruptCheckpointError, LoadReport
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
 from fastserial.loading import device_records, reader
-from fastserial.memory.buffers import Buffer
-from fastserial.memory.ring import Ring, pinned_store
+from fastserial.memory.buffers import Buffer, Ring
 
 SMALL: dict[str, Any] = {"block_size": 16384, "queue_depth": 3, "small_file": 0, "cache": "drop"}
 CASES = {
@@ -145,18 +144,6 @@ def test_damage(tmp_path: Path, files: dict[bool, Path], plug: Plug, zipped: boo
     assert type(ours.value) is type(theirs.value)
 
 
-def test_memory_is_kept_between_loads(files: dict[bool, Path], plug: Plug) -> None:
-    fastserial.free_pinned()
-    plug(0)
-    fastserial.install(**SMALL)
-    held = set()
-    for _ in range(3):
-        torch.load(files[True], map_location=HERE)
-        held.add(pinned_store.held)
-    assert len(held) == 1
-    assert fastserial.free_pinned() == held.pop()
-
-
 @pytest.mark.parametrize(
     ("word", "taken"),
     [("cpu_gpu", "cpu_gpu"), ("cpu_cached_gpu", "cpu_cached_gpu"), ("auto", "cpu_async_gpu")],
@@ -244,23 +231,3 @@ def test_each_storage_by_itself(
     everything = dict.fromkeys(("cuda:0", "cuda:1"), "cpu")
     assert places_of(everything, tmp_path / "a.pt") is None  # all on the host
     assert places_of({"cuda:1": "cuda:9"}, tmp_path / "a.pt") is None  # torch will complain
-
-
-def test_who_is_asked(files: dict[bool, Path], plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No device is touched that is not there, and no way of others is taken over."""
-    path = files[True]
-    assert set(places_of(HERE, path).values()) == {torch.device("cpu", 0)}
-    assert places_of(HERE, path, b"") is None  # who knows the order of its bytes
-    assert places_of(HERE, path, b"big") is None  # torch swaps them on the host
-    assert places_of("no device", path) is None
-    for name, value in (("is_available", False), ("device_count", 0)):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cpu, name, lambda value=value: value)
-            assert places_of(HERE, path) is None
-    with monkeypatch.context() as patch:
-        patch.setattr(device_records, "has_streams", lambda place: False)
-        assert places_of(HERE, path) is None
-    registry = list(torch.serialization._package_registry)
-    monkeypatch.setattr(torch.serialization, "_package_registry", registry)
-    torch.serialization.register_package(5, lambda storage: None, lambda storage, place: None)
-    assert places_of(HERE, path) is None

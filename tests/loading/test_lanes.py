@@ -44,26 +44,6 @@ def test_each_lane_is_read_in_order(
         assert mine == sorted(mine)
 
 
-def test_what_is_held_back_comes_when_nothing_more_is_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(policy, "LANE_SPAN", 100)
-    asked: list[int] = []
-
-    def given() -> Any:
-        for at in (0, 10, 110):
-            asked.append(at)
-            yield Place(at)
-        yield None
-        asked.append(250)
-        yield Place(250)
-
-    order = in_turns(given(), 2)
-    assert [next(order).offset for _ in range(3)] == [0, 110, 10]
-    assert asked == [0, 10, 110]
-    assert [place.offset for place in order] == [250]
-
-
 def cold(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import random
 import resource
 import struct
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -264,34 +262,6 @@ def test_hostile_zips(name: str, options: dict[str, Any], tmp_path: Path) -> Non
         assert isinstance(got.error, RuntimeError)
 
 
-def test_hostile_pickles_are_refused_as_ever(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return (os.system, ("exit 3",))
-
-    path = tmp_path / "f.pt"
-    with stock():
-        torch.save([noise(9000), Evil()], path)
-    want = both(lambda: torch.load(path), DIRECT, VERIFIED)
-    assert isinstance(want.error, pickle.UnpicklingError)
-
-
-def test_repeated_legacy_keys(tmp_path: Path) -> None:
-    """The list of keys behind the pickle, changed."""
-    data = checkpoint("legacy")
-    path = tmp_path / "f.pt"
-    with stock():
-        buffer = io.BytesIO(data)
-        for _ in range(3):
-            pickle.load(buffer)
-        start = buffer.tell()
-    head, rest = data[:start], data[start:]
-    path.write_bytes(head + rest.replace(b"q\x00", b"q\x01", 1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        both(lambda: torch.load(path), DIRECT)
-
-
 # --- files that change --------------------------------------------------------------------------
 
 
@@ -369,21 +339,3 @@ def test_touched_file_is_the_same_file(fmt: str, options: dict[str, Any], tmp_pa
     assert digest(found) == digest(values)
     report = last_report()
     assert (report.engine, report.fallback) == ("threads", None)
-
-
-def test_replaced_file_is_read_to_its_end(tmp_path: Path) -> None:
-    """A new file in its place leaves the open one as it was."""
-    path = tmp_path / "f.pt"
-    values = [noise(90_000) for _ in range(20)]
-    with stock():
-        torch.save(values, path)
-
-    def replace(storage: Any, location: str) -> Any:
-        other = tmp_path / "other"
-        other.write_bytes(b"another file")
-        os.replace(other, path)
-        return storage
-
-    with fast(**DIRECT):
-        found = torch.load(path, map_location=replace)
-    assert digest(found) == digest(values)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import functools
-import io
 import os
 import pickle
-import struct
 import sys
-import tarfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,12 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.corpus import FORMATS, MIB, TORCH, noise
+from support.corpus import FORMATS, TORCH, noise
 from support.identity import digest, fast, stock
-from support.loading import FORCED, both, forced, last_report
-from torch import load as load_bound_before_install
-
-from fastserial.reports import last_load_report
+from support.loading import FORCED, both, forced
 
 DIRECT = FORCED["direct"]
 
@@ -56,28 +49,6 @@ def saved(folder: Path, value: Any, fmt: str = "zip", name: str = "f.pt", **opti
     with stock():
         torch.save(value, path, _use_new_zipfile_serialization=fmt == "zip", **options)
     return path
-
-
-def test_fast_path_is_taken(tmp_path: Path) -> None:
-    for fmt in FORMATS:
-        path = saved(tmp_path, state(), fmt)
-        with fast(**DIRECT):
-            torch.load(path)
-        report = last_report()
-        assert (report.engine, report.fallback, report.container) == ("threads", None, fmt)
-        assert report.bytes >= 70 * 300 * 4
-        assert report.direct_bytes + report.cached_bytes == report.bytes
-
-
-def test_name_bound_before_install(tmp_path: Path) -> None:
-    path = saved(tmp_path, state())
-    before = last_load_report()
-    with fast(**DIRECT):
-        load_bound_before_install(path)
-    report = last_load_report()
-    assert report is not before
-    assert report is not None
-    assert report.engine == "threads"
 
 
 # --- map_location -------------------------------------------------------------------------------
@@ -257,34 +228,11 @@ def test_fake_tensors(fmt: str, tmp_path: Path) -> None:
     both(load, DIRECT)
 
 
-def test_offsets_of_meta_tensors(tmp_path: Path) -> None:
-    path = saved(tmp_path, state())
-
-    def load() -> Any:
-        found = torch.load(path, map_location="meta")
-        kept = [one.untyped_storage() for one in found.values() if isinstance(one, torch.Tensor)]
-        return [getattr(storage, "_checkpoint_offset", None) for storage in kept]
-
-    both(load, DIRECT)
-
-
 class Custom:
     """A class that weights_only does not know."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-
-
-class Looking:
-    """Looks at a tensor while it is being unpickled."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.sum = 0.0
-
-    def __setstate__(self, values: dict[str, Any]) -> None:
-        self.tensor = values["tensor"]
-        self.sum = float(self.tensor.double().sum())
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -304,17 +252,6 @@ def test_weights_only(weights_only: bool | None, fmt: str, tmp_path: Path) -> No
             return load()
 
     assert both(allowed, DIRECT, FORCED["verified"]).error is None
-
-
-def test_objects_that_look_while_unpickled(tmp_path: Path) -> None:
-    """Bytes are there when a storage is handed over, not later."""
-    tensors = {str(i): Looking(torch.randn(20_000 + i)) for i in range(40)}
-    path = saved(tmp_path, tensors)
-    with fast(**DIRECT, threads=1):
-        found = torch.load(path, weights_only=False)
-    for name, one in found.items():
-        assert torch.equal(one.tensor, tensors[name].tensor)
-        assert one.sum == float(tensors[name].tensor.double().sum())
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -368,16 +305,6 @@ def test_default_endianness(order: str, tmp_path: Path) -> None:
 # --- other containers ---------------------------------------------------------------------------
 
 
-def test_safetensors_name(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    path = tmp_path / "model.safetensors"
-    safetensors.save_file({"a": torch.randn(300)}, path)
-    both(lambda: torch.load(path), DIRECT)
-    both(lambda: torch.load(str(path), map_location={"cpu": "cpu"}), DIRECT)
-    pickled = saved(tmp_path, state(), name="pickle.safetensors")
-    both(lambda: torch.load(pickled), DIRECT)
-
-
 def test_torchscript_archive(tmp_path: Path) -> None:
     path = tmp_path / "script.pt"
     with warnings.catch_warnings():
@@ -389,41 +316,6 @@ def test_torchscript_archive(tmp_path: Path) -> None:
 
     both(load, DIRECT)
     both(lambda: load(weights_only=False).state_dict(), DIRECT)
-
-
-def _tar_era(path: Path) -> None:
-    """A file as torch wrote it before 0.1.10: a tar of storages, tensors and a pickle."""
-    tensor = torch.arange(12.0).reshape(3, 4)
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, value: Any) -> Any:
-            return "7" if isinstance(value, torch.Tensor) else None
-
-    storages, tensors, objects = io.BytesIO(), io.BytesIO(), io.BytesIO()
-    pickle.dump(1, storages, 2)
-    pickle.dump((1, "cpu", torch.FloatStorage), storages, 2)
-    storages.write(struct.pack("<q", 12) + bytes(tensor.untyped_storage()))
-    pickle.dump([], storages, 2)
-    pickle.dump(1, tensors, 2)
-    pickle.dump((7, 1, torch.FloatTensor), tensors, 2)
-    tensors.write(struct.pack("<ii2q2qq", 2, 0, 3, 4, 4, 1, 0))
-    Pickler(objects, 2).dump({"t": tensor, "n": 5})
-    with tarfile.open(path, "w:", format=tarfile.PAX_FORMAT) as tar:
-        for name, body in (("storages", storages), ("tensors", tensors), ("pickle", objects)):
-            info = tarfile.TarInfo(name)
-            info.size = len(body.getvalue())
-            tar.addfile(info, io.BytesIO(body.getvalue()))
-
-
-def test_tar_era_file(tmp_path: Path) -> None:
-    path = tmp_path / "old.pt"
-    _tar_era(path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tarfile's, once per process
-        want = both(lambda: torch.load(path, weights_only=False), DIRECT)
-    assert want.error is None
-    assert torch.equal(want.value["t"], torch.arange(12.0).reshape(3, 4))
-    both(lambda: torch.load(path), DIRECT)
 
 
 def test_not_checkpoints(tmp_path: Path) -> None:
@@ -443,24 +335,6 @@ def test_not_checkpoints(tmp_path: Path) -> None:
 # --- nesting, threads, memory -------------------------------------------------------------------
 
 
-class Nested:
-    """Calls torch.load while being unpickled by torch.load."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (torch.load, (self.path,))
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_nested_loads(fmt: str, tmp_path: Path) -> None:
-    inner = saved(tmp_path, state(), fmt, "inner.pt")
-    values = [noise(90_000), Nested(str(inner)), noise(70_000), Nested(str(inner))]
-    outer = saved(tmp_path, values, fmt, "outer.pt")
-    both(lambda: torch.load(outer, weights_only=False), DIRECT)
-
-
 def test_threads(tmp_path: Path) -> None:
     paths = [saved(tmp_path, noise(300_000 + i), name=f"{i}.pt") for i in range(8)]
     want = [digest(torch.load(path)) for path in paths]
@@ -477,25 +351,6 @@ def test_threads(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     assert [found[i] for i in range(8)] == want
-
-
-def test_memory_is_each_storages_own(tmp_path: Path) -> None:
-    """Aligned as torch's own, not resizable, and free to go one by one."""
-    path = saved(tmp_path, {str(i): noise(n) for i, n in enumerate((3, 700, 6000, 40 * MIB))})
-    with fast(**DIRECT):
-        found = torch.load(path)
-    storages = [one.untyped_storage() for one in found.values()]
-    assert all(storage.data_ptr() % 64 == 0 for storage in storages)
-    assert not any(storage.resizable() for storage in storages)
-    before = _resident()
-    storages.clear()
-    del found["3"]
-    assert before - _resident() > 30 * MIB
-
-
-def _resident() -> int:
-    ctypes.CDLL(None).malloc_trim(0)  # what is free is not resident, wherever malloc had it
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Interrupting:

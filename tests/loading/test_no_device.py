@@ -46,15 +46,6 @@ def test_to_the_host(tmp_path: Path, asked: list[str], zipped: bool, place: Any)
     assert asked == []
 
 
-def test_a_device_is_asked_for(tmp_path: Path, asked: list[str]) -> None:
-    """The negative control."""
-    with fast(**OPTIONS):
-        torch.save({"a": torch.randn(500_000)}, tmp_path / "a.pt")
-        with pytest.raises(RuntimeError, match="CUDA"):
-            torch.load(tmp_path / "a.pt", map_location="cuda")
-    assert "is_available" in asked
-
-
 @pytest.mark.parametrize(
     ("value", "nbytes", "names"),
     [

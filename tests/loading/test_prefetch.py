@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import gc
-import itertools
 import os
 import random
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.corpus import MIB, TORCH, noise
+from support.corpus import MIB, noise
 from support.identity import digest, fast, stock
 from support.loading import last_report
 
@@ -24,14 +21,11 @@ from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places, storage_records
-from fastserial.loading import arriving, planner
+from fastserial.loading import arriving
 from fastserial.loading import prefetch as prefetch_module
 from fastserial.loading.prefetch import Prefetch
 from fastserial.loading.prefetch import _State as State
 from fastserial.loading.reader import FastFileReader
-from fastserial.loading.sinks import HostSink
-from fastserial.memory import huge_pages
-from fastserial.reports import last_load_report
 
 SIZES = [3, 700, 5000, 64, 2 * MIB, 90_000, 1, 600_000, 4096, 3 * MIB + 5, 12]
 
@@ -90,17 +84,6 @@ def test_any_order(path: Path, order: str, verify: bool, options: dict[str, Any]
         assert ahead.take("data/99", 5) is None
 
 
-def test_records_that_nobody_asks_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch_module, "LOOK_AHEAD", 1)  # else it may be done before we look
-    monkeypatch.setattr(prefetch_module, "READ_TOGETHER", 1)
-    before = len(os.listdir("/proc/self/task"))
-    with opened(path) as (ahead, records):
-        assert ahead.take("data/4", records["data/4"].size) is not None
-        assert len(os.listdir("/proc/self/task")) > before
-    while len(os.listdir("/proc/self/task")) > before:  # or pytest's time limit ends it
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("order", ["forwards", "backwards"])
 def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch_module, "LOOK_AHEAD", 3 * MIB)
@@ -112,8 +95,8 @@ def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.M
     arrived = Prefetch._arrived
 
     def there(ahead: Prefetch) -> int:
-        batches = [batch for batch, _ in list(ahead._places.values())]
-        return sum(batch.state is State.THERE for batch in batches)
+        batches = [batch for batch, _ in list(ahead._by_name.values())]
+        return sum(batch.state is State.COMPLETE for batch in batches)
 
     def noted(self: Prefetch, *arguments: Any) -> None:
         arrived(self, *arguments)
@@ -128,53 +111,6 @@ def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.M
             assert ahead.take(name, MIB) is not None
     assert len(waiting) >= 20
     assert 2 <= max(waiting) <= 3
-
-
-@pytest.mark.parametrize("options", [{"direct": True}, {"direct": False}])
-def test_memory_is_the_callers(path: Path, options: dict[str, Any]) -> None:
-    """A storage that was taken and dropped frees its memory at once."""
-    with opened(path, **options) as (ahead, _):
-        batch, record = ahead._places["data/9"]
-        storage = ahead.take("data/9", record.size)
-        assert storage is not None
-        seen = weakref.ref(storage)
-        assert "data/9" not in batch._arriving
-        del storage
-        assert seen() is None
-
-
-def test_direct_reads_come_where_they_belong(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a large record; of the others a copy is made."""
-    large = 4096
-    monkeypatch.setattr(planner, "IN_PLACE", large)
-    monkeypatch.setattr(arriving, "IN_PLACE", large)
-    moved: list[int] = []
-    deliver = HostSink.deliver
-
-    def counted(self: HostSink, view: memoryview, address: int, start: int) -> None:
-        if address != self.address + start:
-            moved.append(len(view))
-        deliver(self, view, address, start)
-
-    monkeypatch.setattr(HostSink, "deliver", counted)
-    data = path.read_bytes()
-    with opened(path, direct=True, block_size=65536) as (ahead, records):
-        if ahead._pump.fallback is not None:
-            pytest.skip("no direct I/O here")
-        for name, record in records.items():
-            storage = ahead.take(name, record.size)
-            assert storage is not None
-            assert content(storage) == data[record.data_offset : record.data_end]
-        assert ahead._pump.counts.cached < 65536
-    small = sum(record.size for record in records.values() if record.size < large)
-    heads = sum(record.data_offset - record.header_offset for record in records.values())
-    assert small <= sum(moved) <= small + heads
-
-
-def test_other_sizes_than_the_records(path: Path) -> None:
-    with opened(path) as (ahead, _):
-        assert ahead.take("data/2", 4999) is None
-        assert ahead.take("data/4", 3 * MIB) is None
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -238,29 +174,6 @@ def test_an_engine_that_fails_leaves_the_rest_to_torch(
     assert len(calls) > good
 
 
-@pytest.mark.parametrize("alignment", [1, 8, 512, 4096])
-def test_alignments_of_storages(alignment: int, tmp_path: Path) -> None:
-    if TORCH < (2, 7):
-        pytest.skip("needs torch 2.7")
-    from torch.utils.serialization import config
-
-    path = tmp_path / "f.pt"
-    config.save.storage_alignment = alignment
-    try:
-        with stock():
-            torch.save([noise(size) for size in SIZES], path)
-    finally:
-        config.save.storage_alignment = 64
-    with stock():
-        want = digest(torch.load(path))
-    with fast(small_file=0):
-        found = torch.load(path)
-    assert digest(found) == want
-    assert all(one.data_ptr() % 64 == 0 for one in found)
-    report = last_report()
-    assert report.engine == "threads"
-
-
 def test_order_of_torch_2_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files hold 0, 1, 10, 11, ..., 2; the pickle asks for 0, 1, 2."""
     import zipfile
@@ -280,107 +193,4 @@ def test_order_of_torch_2_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert report.engine == "threads"
 
 
-def test_a_load_brings_no_more_collections_than_stock(tmp_path: Path) -> None:
-    """A collection looks at all objects of torch, which takes as long as loading 100 MB."""
-    path = tmp_path / "many.pt"
-    with stock():
-        torch.save([noise(200_000) for _ in range(200)], path)
-    found: list[int] = []
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            found.append(info["generation"])
-
-    def collections() -> int:
-        gc.collect()
-        found.clear()
-        torch.load(path)
-        return len(found)
-
-    gc.callbacks.append(note)
-    try:
-        with stock():
-            collections()
-            most = collections()
-        with fast():
-            collections()
-            ours = collections()
-            assert last_load_report().engine == "threads"
-    finally:
-        gc.callbacks.remove(note)
-    assert ours <= most + 1
-
-
 TOUCHED, ADVISED = 2 * MIB, 8 * MIB
-
-
-@pytest.mark.parametrize(
-    ("slow", "first", "second"),
-    [
-        (-1.0, [TOUCHED, ADVISED, TOUCHED], []),
-        (
-            float("inf"),
-            2 * [TOUCHED, ADVISED, ADVISED],  # the next one twice as far away
-            [ADVISED, ADVISED, TOUCHED, ADVISED, ADVISED],
-        ),
-    ],
-)
-def test_huge_pages_that_are_slow_are_asked_for_no_more(
-    monkeypatch: pytest.MonkeyPatch, slow: float, first: list[int], second: list[int]
-) -> None:
-    advised: list[int] = []
-    monkeypatch.setattr(huge_pages, "SLOW_TOUCH", slow)
-    monkeypatch.setattr(
-        huge_pages, "_advise", lambda address, nbytes, *advices: advised.append(nbytes)
-    )
-    memory = torch.UntypedStorage(34 * MIB)
-    start = memory.data_ptr() + -memory.data_ptr() % (2 * MIB)
-    pages = huge_pages.HugePages()
-    pages.advise(start, 32 * MIB)
-    assert advised == first
-    assert pages.are_slow is (slow < 0)
-    pages.advise(start, 32 * MIB)
-    assert advised == first + second
-
-
-def test_a_slow_huge_page_lets_the_next_one_be_timed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is at hand ends somewhere: little more is asked for there."""
-    touched: list[int] = []
-    slow = {3, 4}
-    clock = iter(range(1, 1000))
-
-    def madvise(address: int, nbytes: int, advice: int) -> int:
-        touched.append(address)
-        return 0
-
-    def thread_time() -> float:
-        return next(clock) * 0.5 if len(touched) in slow else 0.0
-
-    monkeypatch.setattr(huge_pages, "_advise", lambda address, nbytes, *advices: None)
-    monkeypatch.setattr(huge_pages, "_madvise", madvise)
-    monkeypatch.setattr(huge_pages, "thread_time", thread_time)
-    pages = huge_pages.HugePages()
-    pages.advise(0, 256 * MIB)
-    assert [address // MIB for address in touched] == [0, 16, 48, 56]
-    assert pages.are_slow
-
-
-@pytest.mark.parametrize("edges", [0, 1, 3])
-def test_pieces_of_malloc_come_on_huge_pages(monkeypatch: pytest.MonkeyPatch, edges: int) -> None:
-    """Pages that malloc itself touched are gathered, those that a neighbour shares among them."""
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        huge_pages,
-        "_madvise",
-        lambda address, nbytes, advice: told.append((advice, address // (2 * MIB))),
-    )
-    page = 2 * MIB
-    base = 100 * page
-    cuts = [base + page // 2 + page * (1 + k) for k in range(edges)]
-    places = [base - 5000, *cuts, base + 6 * page + 5000]
-    ranges = [(a, b - a - 16) for a, b in itertools.pairwise(places)]
-    huge_pages.HugePages().advise_all(reversed(ranges))
-    gathered = [number for advice, number in told if advice == huge_pages._MADV_COLLAPSE]
-    assert gathered == [99, *(101 + k for k in range(edges)), 106]
-    asked = [number for advice, number in told if advice != huge_pages._MADV_COLLAPSE]
-    assert all(100 <= number < 106 for number in asked)

@@ -7,7 +7,6 @@ import errno
 import os
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,14 @@ import pytest
 import torch
 
 import fastserial
-from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.engines import Capabilities, Completion, Request, threads
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
-from fastserial.files import caching, linux
 from fastserial.loading import pump
-from fastserial.loading.pump import Block, Pump
 from fastserial.loading.reader import FastFileReader
-from fastserial.loading.sinks import CheckedSink, ExpectedSink, HostSink, ReadExtent
+from fastserial.loading.sinks import HostSink, ReadExtent
 from fastserial.memory.storages import new_storage
 
 SIZE = 9_456_789
@@ -91,6 +87,17 @@ def test_random_extents(path: Path, data: bytes, seed: int) -> None:
         assert content(storage) == data[offset : offset + length], (offset, length)
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_large_hole_is_not_read(path: Path, data: bytes, direct: bool) -> None:
+    (first, one), (second, other) = host(4096), host(4096)
+    reads = [ReadExtent(0, 4096, first), ReadExtent(1 << 20, 4096, second)]
+    with FastFileReader(path, Config(direct=direct, small_file=0, block_size=4 << 20)) as reader:
+        reader.read_into(reads)
+        counts = reader.blocks.counts
+    assert counts.direct + counts.cached < 1 << 18
+    assert content(one) + content(other) == data[:4096] + data[1 << 20 :][:4096]
+
+
 def test_memory_that_is_aligned_like_the_file(path: Path, data: bytes) -> None:
     """Direct reads then go straight to their place."""
     memory = new_storage(SIZE + 8192)
@@ -113,23 +120,6 @@ def test_bytes_wanted_twice_beside_aligned_memory(path: Path, data: bytes) -> No
         reader.read_into(reads)
     assert ctypes.string_at(start + offset, length) == data[offset : offset + length]
     assert content(storage) == data[9000:14000]
-
-
-def test_sinks(path: Path, data: bytes) -> None:
-    sink, storage = host(9000)
-    ledger = CrcLedger([9000], [None])
-    expected = ExpectedSink(data[20_000:20_050], "it")
-    with FastFileReader(path, Config(block_size=4096, small_file=0)) as reader:
-        reader.read_into(
-            [
-                ReadExtent(100, 9000, CheckedSink(sink, ledger, 0)),
-                ReadExtent(20_000, 50, expected),
-            ]
-        )
-        assert ledger.wait(0) == crc32(data[100:9100])
-        assert content(storage) == data[100:9100]
-        with pytest.raises(CorruptCheckpointError, match="it is not what"):
-            reader.read_into([ReadExtent(20_001, 50, expected)])
 
 
 def test_sources(path: Path, data: bytes) -> None:
@@ -236,15 +226,6 @@ def _flags(fd: int) -> int:
     return fcntl.fcntl(fd, fcntl.F_GETFL)
 
 
-def test_without_direct_io(path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink, storage = host(SIZE)
-    monkeypatch.setattr(linux, "direct_alignment", lambda fd: None)
-    with FastFileReader(path, DIRECT) as reader:
-        reader.read_into([ReadExtent(0, SIZE, sink)])
-        assert reader.blocks.fallback == "the file system has no direct I/O for this file"
-    assert content(storage) == data
-
-
 class FailsThenWaits(ThreadsEngine):
     """An engine whose first read fails while the others take their time."""
 
@@ -311,46 +292,7 @@ def test_engines_that_do_not_read(path: Path) -> None:
         assert torch.equal(found[0], torch.ones(3))
 
 
-def test_delivery_fails(path: Path) -> None:
-    def deliver(view: memoryview, address: int) -> None:
-        raise ZeroDivisionError
-
-    with path.open("rb") as file:
-        blocks = Pump(file.fileno(), SIZE, Config(block_size=65536))
-        try:
-            with pytest.raises(ZeroDivisionError):
-                for at in range(0, 65536 * 20, 65536):
-                    blocks.put(Block(at, 65536, deliver))
-                blocks.drain()
-        finally:
-            blocks.close()
-            blocks.close()
-
-
 # --- the page cache -----------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["cachestat", "nowait"])
-def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "nowait":
-        monkeypatch.setattr(caching, "cached_bytes", lambda *args: None)
-    return request.param
-
-
-def test_cached_fraction(path: Path, how: str) -> None:
-    with path.open("rb") as file:
-        fd = file.fileno()
-        path.read_bytes()
-        full = caching.cached_fraction(fd, 0, SIZE)
-        if full is None:
-            pytest.skip("the kernel or the file system does not tell")
-        assert full == 1.0
-        assert caching.cached_fraction(fd, 12_345, 100_000) == 1.0
-        assert caching.cached_fraction(fd, 5, 0) is None
-        chill(path)
-        cold = caching.cached_fraction(fd, 0, SIZE)
-        if cold is not None and cold < 0.5:  # tmpfs and some others keep it
-            assert cold < 0.05
 
 
 def test_the_page_cache_is_used_if_the_file_is_in_it(path: Path) -> None:

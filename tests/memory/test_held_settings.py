@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ import torch
 import fastserial
 from fastserial.config.performance import SWITCH_INTERVAL
 from fastserial.memory import held_settings
-from fastserial.memory.held_settings import HeldSetting, Hold, paused_collection, quick_switches
+from fastserial.memory.held_settings import HeldSetting, paused_collection
 from fastserial.saving.extent_writer import ExtentWriter
 
 
@@ -79,85 +78,6 @@ def test_it_is_back_when_the_end_is_skipped(case: Case) -> None:
     assert case.get() == case.usual
 
 
-def test_many_threads_at_once(case: Case) -> None:
-    """None takes what another has set for what the program had."""
-    begin = threading.Barrier(4)
-
-    def run() -> None:
-        begin.wait()
-        for _ in range(3000):
-            with case.setting.hold():
-                pass
-
-    for _ in range(8):
-        threads = [threading.Thread(target=run) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert case.get() == case.usual
-
-
-def test_one_begins_while_another_does(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right after the other has set the value: it must not be the one that is set at the end."""
-    first, second = case.setting.hold(), case.setting.hold()
-    real = case.setting._put
-    during: list[Hold] = [second]
-
-    def put(*value: Any) -> None:
-        real(*value)
-        if during:
-            during.pop().begin()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(case.setting, "_put", put)
-        first.begin()
-    assert case.get() != case.usual
-    first.end()
-    del second
-    assert case.get() == case.usual
-
-
-def test_a_signal_handler_raises_at_any_line(case: Case) -> None:
-    """A program keeps the error: the value is as before, but for interrupts of `end` itself."""
-
-    class Interrupt(Exception):
-        pass
-
-    interrupted, late = 0, 0
-    while True:
-        hold, left = case.setting.hold(), [interrupted + 1]
-
-        def trace(frame: Any, event: str, argument: object, left: list[int] = left) -> Any:
-            if not frame.f_code.co_filename.endswith("memory/held_settings.py"):
-                return None
-            left[0] -= event == "line"
-            if event == "line" and left[0] == 0:
-                raise Interrupt
-            return trace
-
-        error: Interrupt | None = None
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            with hold:
-                pass
-        except Interrupt as raised:
-            error = raised
-        finally:
-            sys.settrace(before)
-        if error is None:
-            break
-        interrupted += 1
-        if hold._change is not None:
-            late += 1
-            error = None
-        del hold
-        assert case.get() == case.usual, interrupted
-    assert interrupted > 10
-    assert late < interrupted / 4
-
-
 def test_what_the_program_sets_meanwhile_stays(case: Case) -> None:
     hold = case.setting.hold()
     hold.begin()
@@ -190,17 +110,6 @@ def test_a_child_is_as_the_program_wants_it(case: Case) -> None:
     assert case.get() == case.another
 
 
-def test_thresholds_of_older_objects_may_be_set_in_a_pause() -> None:
-    """The first one is put back all the same."""
-    before = gc.get_threshold()
-    try:
-        with held_settings.paused_collection():
-            gc.set_threshold(gc.get_threshold()[0], 5, 5)
-        assert gc.get_threshold()[0] == before[0]
-    finally:
-        gc.set_threshold(*before)
-
-
 # -- the collector -------------------------------------------------------------------------------
 
 
@@ -223,51 +132,6 @@ def test_whoever_switched_it_off_keeps_it_off() -> None:
     finally:
         gc.enable()
         gc.set_threshold(*before)
-
-
-def test_a_pause_that_nobody_ends_is_collected() -> None:
-    """As one in the traceback of an interrupt, which a program keeps."""
-
-    class Cycle:
-        pass
-
-    before = gc.get_threshold()
-    cycle = Cycle()
-    cycle.me, cycle.pause = cycle, paused_collection()  # type: ignore[attr-defined]
-    cycle.pause.begin()  # type: ignore[attr-defined]
-    del cycle
-    assert not collects()
-    kept = []
-    for _ in range(3_000_000):
-        kept.append([])
-        if collects():
-            break
-    assert gc.get_threshold() == before
-
-
-def test_a_signal_handler_loads_at_any_moment() -> None:
-    """Each function of the module is interrupted once by a pause of the handler's."""
-    done: list[str] = []
-
-    def trace(frame: object, event: str, argument: object) -> None:
-        sys.setprofile(None)
-        with paused_collection():
-            done.append(event)
-        sys.setprofile(trace)
-
-    def run() -> None:
-        sys.setprofile(trace)
-        with paused_collection(), paused_collection():
-            pass
-        sys.setprofile(None)
-
-    before = gc.get_threshold()
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
-    assert len(done) > 10
-    assert gc.get_threshold() == before
 
 
 class _Watcher:
@@ -333,21 +197,6 @@ def usual() -> Iterator[float]:
     sys.setswitchinterval(before)
 
 
-def test_a_program_that_has_a_shorter_one_keeps_it(usual: float) -> None:
-    sys.setswitchinterval(SWITCH_INTERVAL / 2)
-    with quick_switches():
-        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL / 2)
-    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL / 2)
-
-
-def test_it_is_the_same_afterwards_to_the_microsecond(usual: float) -> None:
-    for microseconds in range(1, 6000, 7):
-        sys.setswitchinterval(microseconds * 1e-6 + 0.1e-6)
-        with quick_switches():
-            pass
-        assert sys.getswitchinterval() == pytest.approx(microseconds * 1e-6)
-
-
 @pytest.mark.parametrize("error", [None, OSError("the disk is gone")])
 def test_blocks_of_a_save_are_moved_with_the_short_one(
     tmp_path: Path, usual: float, monkeypatch: pytest.MonkeyPatch, error: Exception | None
@@ -373,25 +222,4 @@ def test_blocks_of_a_save_are_moved_with_the_short_one(
         fastserial.uninstall()
     assert seen
     assert all(interval == SHORT for interval in seen)
-    assert sys.getswitchinterval() == usual
-
-
-@pytest.mark.parametrize("snapshot", ["copy", "in_place"])
-def test_the_call_of_a_save_in_the_background(tmp_path: Path, usual: float, snapshot: Any) -> None:
-    """It pickles, and copies: the threads beside it are held up for less."""
-
-    found: list[float] = []
-
-    class Noting:
-        def __reduce__(self) -> tuple[Callable[..., object], tuple[()]]:
-            found.append(sys.getswitchinterval())
-            return dict, ()
-
-    fastserial.install()
-    try:
-        state = {"noting": Noting(), "weight": torch.rand(1 << 20)}
-        fastserial.save_async(state, tmp_path / "state.pt", snapshot=snapshot).wait()
-    finally:
-        fastserial.uninstall()
-    assert found == [SHORT]
     assert sys.getswitchinterval() == usual

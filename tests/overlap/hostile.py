@@ -19,8 +19,6 @@ from fastserial.checkpoints.save import write as save_now
 from fastserial.overlap.asynchronous import Kind, start_save
 from fastserial.training.object_states import state_of, states, steady
 
-__all__ = ["Hostile", "Outcome"]
-
 _WIDTH = 400  # a weight has 625 KiB: more than is copied in any case
 
 

@@ -22,7 +22,7 @@ from support.processes import run
 import fastserial
 from fastserial.config.performance import SWITCH_INTERVAL
 from fastserial.engines.null import NullEngine
-from fastserial.files import replacement
+from fastserial.files import destination
 from fastserial.overlap import asynchronous
 
 KINDS = ("copy", "in_place")
@@ -121,7 +121,7 @@ def test_saves_to_one_target_come_in_order(tmp_path: Path, gate: Gate) -> None:
 
 def test_the_call_does_not_wait_for_the_space_of_an_old_file(tmp_path: Path, state: Any) -> None:
     go = threading.Event()
-    replacement._freeing_threads.start(go.wait, 60)  # as a large file that is replaced
+    destination._freeing_threads.start(go.wait, 60)  # as a large file that is replaced
     with fastserial.options(small_file=0):
         saving = fastserial.save_async(state, tmp_path / "state.pt")
         assert not go.is_set()
@@ -324,15 +324,6 @@ def test_no_thread_to_be_had(tmp_path: Path, state: Any, monkeypatch: pytest.Mon
     assert (tmp_path / "state.pt").read_bytes() == expected
 
 
-def test_on_report_gets_the_whole_report(tmp_path: Path, state: Any) -> None:
-    told: list[fastserial.SaveReport] = []
-    with fastserial.options(on_report=told.append):
-        report = fastserial.save_async(state, tmp_path / "a.pt").wait()
-    assert told == [report]
-    assert report.snapshot is not None
-    assert report.to_dict()["snapshot"]["kind"] == "copy"
-
-
 def test_on_report_may_save(tmp_path: Path, state: Any) -> None:
     made: list[fastserial.PendingSave] = []
 
@@ -351,20 +342,6 @@ def test_the_options_of_the_call_count(tmp_path: Path, state: Any) -> None:
     with fastserial.options(durable=False, small_file=0, engine=NullEngine):
         saving = fastserial.save_async(state, tmp_path / "a.pt")
     assert saving.wait().engine == "null"
-
-
-def test_each_save_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("DEBUG", "fastserial"):
-        fastserial.save_async({"x": torch.ones(10)}, tmp_path / "a.pt").wait()
-        fastserial.save_async({"x": torch.ones(10)}, tmp_path / "b.pt", snapshot_budget=0).wait()
-    assert [record.message.startswith("WRITE") for record in caplog.records].count(True) == 2
-
-
-def test_a_daemon_thread_that_is_cut_off_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "state.pt"
-    ended = run("daemon", path, code=None)
-    assert not path.exists()
-    assert f"{path}: the process ends before it was saved; given up" in ended.err
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,14 +6,11 @@ import json
 import os
 import shutil
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 from support import processes
 
-from fastserial.cli import run as run_module
-from fastserial.errors import FastserialError
 from fastserial.patching import patches
 
 ROOT = Path(patches.__file__).resolve().parents[2]
@@ -203,14 +200,6 @@ def test_run_covers_spawned_children(arguments: list[str], site: str, tmp_path: 
     assert out.splitlines() == ["parent True 1 a b -x", "child True 1 a b -x"]
 
 
-def test_run_passes_the_exit_status_on(site: str) -> None:
-    run(
-        "starting",
-        "run_passes_the_exit_status_on",
-        PYTHONPATH=site,
-    )
-
-
 def test_run_without_the_pth_file_says_so(tmp_path: Path) -> None:
     # -S: no site-packages, so no .pth file wherever fastserial is installed
     out = run(
@@ -221,11 +210,6 @@ def test_run_without_the_pth_file_says_so(tmp_path: Path) -> None:
     )
     assert "fastserial.pth is not active" in out
     assert "pip install" in out
-
-
-def test_run_needs_a_program() -> None:
-    with pytest.raises(FastserialError, match="nothing to run"):
-        run_module.run([])
 
 
 # --- the start of a process, and two copies of fastserial ------------------------------------
@@ -267,19 +251,3 @@ def test_threads_see_only_the_finished_module(tmp_path: Path) -> None:
         "threads_see_only_the_finished_module",
         PYTHONPATH=str(tmp_path),
     )
-
-
-def test_a_module_in_a_zip_file(tmp_path: Path) -> None:
-    """One loader serves all modules of the file."""
-    with zipfile.ZipFile(tmp_path / "m.zip", "w") as archive:
-        archive.writestr("late.py", "import other\n")
-        archive.writestr("other.py", "")
-    run(
-        "starting",
-        "a_module_in_a_zip_file",
-        PYTHONPATH=str(tmp_path / "m.zip"),
-    )
-
-
-def test_a_second_copy_knows_of_the_first(tmp_path: Path) -> None:
-    run("starting", "a_second_copy_knows_of_the_first", str(tmp_path / "f.pt"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import fastserial
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.config.performance import FILL_CHUNK
@@ -18,7 +20,7 @@ from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, S
 from fastserial.memory.storages import storage_memory
 from fastserial.saving import fill
 from fastserial.saving.extent_writer import ExtentWriter
-from fastserial.saving.fill import Part
+from fastserial.saving.fill import ExtentPart
 
 NOISE = random.Random(7).randbytes(3_000_000)
 
@@ -45,29 +47,6 @@ def put(path: Path, config: Config, action: Callable[[ExtentWriter], None]) -> E
     return out
 
 
-@pytest.mark.parametrize("later", [1, 99_990, 200_000, 1_000_000])
-@pytest.mark.parametrize("settled", [False, True])
-def test_a_file_may_grow_beyond_what_was_expected(
-    tmp_path: Path, later: int, settled: bool
-) -> None:
-    storage = torch.frombuffer(bytearray(NOISE[:70_000]), dtype=torch.uint8).untyped_storage()
-
-    def action(out: ExtentWriter) -> None:
-        out.expect(70_010)
-        data = Data(storage_memory(storage), 70_000, None)
-        out.write(one_after_another(Literal(NOISE[:10]), data))
-        if settled:
-            out.release_sources()
-            storage.fill_(0)
-        out.write(one_after_another(Literal(NOISE[:later])), base=70_010)
-
-    config = Config(small_file=100_000, block_size=65536, queue_depth=2, threads=2)
-    out = put(tmp_path / "a", config, action)
-    expected = NOISE[:10] + NOISE[:70_000] + NOISE[:later]
-    assert (tmp_path / "a").read_bytes() == expected
-    assert (out.outcome.engine == "buffered") == (len(expected) <= 100_000)
-
-
 def test_what_is_held_for_later_is_held_in_small_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +54,7 @@ def test_what_is_held_for_later_is_held_in_small_pieces(
     pieces: list[int] = []
     staged = fill.staged
 
-    def note(parts: Sequence[Part]) -> bytearray:
+    def note(parts: Sequence[ExtentPart]) -> bytearray:
         pieces.append(sum(part.length for part in parts))
         return staged(parts)
 
@@ -97,16 +76,6 @@ def test_what_is_held_for_later_is_held_in_small_pieces(
     assert max(pieces) <= FILL_CHUNK
 
 
-def test_small_in_bytes_but_larger_than_a_block(tmp_path: Path) -> None:
-    def action(out: ExtentWriter) -> None:
-        out.expect(300_000)
-        out.write(one_after_another(Literal(NOISE[:300_000])))
-
-    out = put(tmp_path / "a", Config(block_size=4096), action)
-    assert out.outcome.engine == "buffered"
-    assert (tmp_path / "a").read_bytes() == NOISE[:300_000]
-
-
 def test_checksums_where_writes_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
 
@@ -123,7 +92,7 @@ def test_checksums_where_writes_are_short(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     with (tmp_path / "a").open("wb") as file:
         parts = [
-            Part(5 + extent.offset, extent.source, 0, extent.length, ledger)
+            ExtentPart(5 + extent.offset, extent.source, 0, extent.length, ledger)
             for extent in one_after_another(*sources)
         ]
         fill.write_buffered(file.fileno(), parts)
@@ -135,3 +104,22 @@ def test_a_write_of_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with (tmp_path / "a").open("wb") as file, pytest.raises(OSError, match="3 bytes were not"):
         fill.write_all(file.fileno(), memoryview(b"abc"), 0)
+
+
+def test_what_another_thread_may_change_is_copied_before_its_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.zeros(500_000)
+    real, ended = fill.write_all, threading.Event()
+
+    def late(*arguments: Any) -> None:
+        tensor.add_(1)
+        real(*arguments)
+
+    monkeypatch.setattr(fill, "write_all", late)
+    threading.Thread(target=ended.wait, daemon=True).start()
+    try:
+        fastserial.save({"x": tensor}, tmp_path / "x.pt")
+    finally:
+        ended.set()
+    assert fastserial.verify(tmp_path / "x.pt").ok

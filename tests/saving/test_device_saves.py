@@ -20,10 +20,9 @@ from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.formats.extents import Data, Extent, Literal
-from fastserial.memory import batch, devices
-from fastserial.memory import ring as ring_module
-from fastserial.memory.buffers import Buffer
-from fastserial.memory.ring import Ring, pinned_store
+from fastserial.memory import buffers as ring_module
+from fastserial.memory import devices, storages
+from fastserial.memory.buffers import Buffer, Ring, pinned_store
 from fastserial.memory.storages import StorageMemory
 from fastserial.overlap import snapshot
 
@@ -35,8 +34,8 @@ Plug = Callable[[int], FakeDevice]
 def plug(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plug]:
     """Make the device of a save; all tensors are on it, but for the fourth and so on."""
     device = plugged_in(monkeypatch, FakeDevice())
-    monkeypatch.setattr(batch, "device_types", lambda storages: {"fake"})
-    monkeypatch.setattr(batch, "is_on_host", lambda storage: storage.nbytes() % 3 == 0)
+    monkeypatch.setattr(storages, "device_types", lambda storages: {"fake"})
+    monkeypatch.setattr(storages, "is_on_host", lambda storage: storage.nbytes() % 3 == 0)
     yield lambda seed: device.renew(seed, haste=(seed % 10) / 10)
     fastserial.uninstall()
 
@@ -228,18 +227,6 @@ def test_without_cufile(
     assert report().transfer_why.startswith(f"{word}: ")
 
 
-def test_host_tensors_warn_of_nothing(tmp_path: Path) -> None:
-    fastserial.install(**SMALL, transfer="gds")
-    try:
-        torch.save(state(), tmp_path / "a.pt")
-        assert (report().transfer, report().transfer_why) == (
-            "cpu",
-            "gds: no tensor is on a device",
-        )
-    finally:
-        fastserial.uninstall()
-
-
 def test_without_streams(tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
     plug(1)
     monkeypatch.setattr(devices, "has_streams", lambda place: False)
@@ -295,23 +282,6 @@ def test_saves_beside_each_other(tmp_path: Path, plug: Plug) -> None:
 
 
 # --- saves beside the program -------------------------------------------------------------------
-
-
-def test_copies_to_other_memory(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "THROUGH_RING", 1)
-    for seed in range(20):
-        device = plug(seed)
-        wanted = noise(100_001)
-        tensor, target = torch.zeros_like(wanted), torch.zeros_like(wanted)
-        device.kernel(lambda tensor=tensor, wanted=wanted: tensor.copy_(wanted))
-        memory = StorageMemory(tensor.untyped_storage())
-        with fastserial.options(block_size=8192, queue_depth=seed % 3 + 1):
-            ring_module.copy_to_host(memory, target.data_ptr() + 5, 5, 99_000)
-        device.kernel(tensor.zero_)
-        device.finish()
-        assert torch.equal(target[5:99_005], wanted[5:99_005])
-        assert not target[:5].any()
-        assert not target[99_005:].any()
 
 
 def test_snapshots(tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,17 +65,6 @@ def test_stock_bytes(name: str, fmt: str) -> None:
     assert difference(mine, other) is None
 
 
-def test_storages_of_a_legacy_save_come_in_one_call() -> None:
-    """The save counts once, as fastserial's."""
-    state = {f"w{i}": noise(MIB + i) for i in range(5)}
-    theirs = Theirs()
-    SAVES.clear()
-    with fast():
-        torch.save(state, theirs, _use_new_zipfile_serialization=False)
-    assert sorted(theirs.storages) == [MIB + i for i in range(5)]
-    assert (SAVES.count, SAVES.by_torch, SAVES.nbytes) == (1, 0, sum(theirs.storages))
-
-
 def test_a_zip_is_torchs_own() -> None:
     """It is written by torch, and that is said."""
     theirs = Theirs()

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
-import gc
-import itertools
 import os
 import shutil
 import tempfile
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.corpus import CASES, FORMATS, MIB, Case, Counting, noise
+from support.corpus import CASES, FORMATS, Case, Counting, noise
 from support.identity import (
     TARGETS,
     attempt,
@@ -39,12 +36,6 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
     "medium_blocks": {**DIRECT, "block_size": 65536, "queue_depth": 2, "threads": 4},
     "page_cache": {**DIRECT, "direct": False, "block_size": 65536, "queue_depth": 8, "threads": 2},
 }
-PRODUCT = [
-    {**DIRECT, "block_size": block, "queue_depth": depth, "threads": threads, "direct": direct}
-    for block, depth, threads, direct in itertools.product(
-        (4096, 65536, MIB), (1, 2, 8), (1, 4), (False, True)
-    )
-]
 # Few objects that between them reach every branch of a writer.
 TELLING = [
     "checkpoint",
@@ -104,19 +95,6 @@ def test_path(case: Case, fmt: str, folder: Path) -> None:
 def test_file_object(case: Case, fmt: str, folder: Path) -> None:
     """Into an open file."""
     both(case, fmt, TARGETS["file"], folder, {} if case.large else OPTION_SETS["medium_blocks"])
-
-
-@pytest.mark.parametrize(("case", "fmt"), runnable("bytes_40MB", "mixed_sizes_20MB"))
-def test_large_in_small_blocks(case: Case, fmt: str, folder: Path) -> None:
-    """Thousands of blocks in flight."""
-    options = {**DIRECT, "block_size": 16384, "queue_depth": 8, "threads": 4}
-    both(case, fmt, TARGETS["path"], folder, options)
-
-
-@pytest.mark.parametrize(("case", "fmt"), runnable(*TELLING))
-def test_options(case: Case, fmt: str, folder: Path) -> None:
-    """All combinations of the options that shape the writing."""
-    both(case, fmt, TARGETS["path"], folder, *PRODUCT)
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -204,19 +182,6 @@ def test_pickled_once(fmt: str, folder: Path) -> None:
             torch.save(live, folder / "a.pt", _use_new_zipfile_serialization=fmt == "zip")
             counts.append(Counting.calls - before)
     assert counts == [2, 2]
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_memory_is_released(fmt: str, folder: Path) -> None:
-    """Nothing keeps the saved storages alive."""
-    gone: list[int] = []
-    with fast(small_file=0):
-        live = noise(MIB)
-        weakref.finalize(live.untyped_storage(), gone.append, 1)
-        torch.save({"x": live}, folder / "a.pt", _use_new_zipfile_serialization=fmt == "zip")
-        del live
-        gc.collect()
-    assert gone == [1]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import FrozenInstanceError
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +14,9 @@ import pytest
 from support.corpus import MIB
 
 from fastserial.config import Config
-from fastserial.engines import Completion, Op, Request, capabilities_of
-from fastserial.engines.base import Capabilities
-from fastserial.engines.null import NullEngine
+from fastserial.engines import Capabilities, Completion, Op, Request
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.files import caching, compression, linux
+from fastserial.files import caching, linux
 from fastserial.formats.extents import Extent, Literal
 from fastserial.memory.buffers import BufferPool
 from fastserial.saving import route as routes
@@ -34,16 +29,14 @@ BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 3
 @pytest.fixture
 def fd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A new file on a device that nobody measured."""
-    monkeypatch.setattr(caching, "_verdicts", {})
+    monkeypatch.setattr(caching, "_speeds", {})
     found = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
     yield found
     os.close(found)
 
 
-def chosen(
-    fd: int, expected: int | None = None, may_be_locked: bool = False, **options: Any
-) -> Route:
-    file = OutputFile(fd, may_be_locked)
+def chosen(fd: int, expected: int | None = None, **options: Any) -> Route:
+    file = OutputFile(fd)
     try:
         return choose_route(file, Config(**options), expected)
     finally:
@@ -56,8 +49,8 @@ def need_direct(fd: int) -> None:
 
 
 def measured(fd: int, fast: bool) -> None:
-    verdict = caching._Verdict(fast, time.perf_counter())
-    caching._verdicts[os.fstat(fd).st_dev] = verdict
+    verdict = caching._DeviceSpeed(fast, time.perf_counter())
+    caching._speeds[os.fstat(fd).st_dev] = verdict
 
 
 class OwnMemory(ThreadsEngine):
@@ -77,14 +70,6 @@ def test_options_decide(fd: int) -> None:
     assert chosen(fd).kind == "trial"
 
 
-def test_so_does_what_the_device_was(fd: int) -> None:
-    need_direct(fd)
-    measured(fd, fast=False)
-    assert chosen(fd).kind == "cached"
-    measured(fd, fast=True)
-    assert chosen(fd, 64 * MIB).kind == "direct"
-
-
 def test_what_does_not_fit_in_memory_goes_past_the_cache(
     fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,22 +80,6 @@ def test_what_does_not_fit_in_memory_goes_past_the_cache(
     assert chosen(fd, 101 * MIB, cache="keep").kind == "cached"
 
 
-def test_a_short_file_starts_no_more_than_it_uses(fd: int) -> None:
-    sizes = {"block_size": MIB, "queue_depth": 6, "threads": 4}
-    for nbytes, depth, threads in ((None, 6, 4), (0, 1, 1), (5 * MIB, 5, 4), (2 * MIB + 1, 3, 3)):
-        route = chosen(fd, nbytes, **sizes)
-        assert (route.queue_depth, route.threads) == (depth, threads)
-        assert route.block_size == MIB
-
-
-def test_the_device_begins_at_once_where_the_save_waits_for_it(fd: int) -> None:
-    need_direct(fd)
-    assert chosen(fd, cache="keep").writeback
-    assert not chosen(fd, cache="keep", durable=False).writeback
-    assert not chosen(fd, cache="keep", may_be_locked=True).writeback
-    assert not chosen(fd, direct=False).writeback
-
-
 def test_a_file_that_is_compressed(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes through the page cache and nothing is reserved, unless direct I/O is asked for."""
     need_direct(fd)
@@ -118,34 +87,16 @@ def test_a_file_that_is_compressed(fd: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(linux, "preallocate", lambda *place: reserved.append(place))
     for compresses in (False, True):
         monkeypatch.setattr(routes, "compresses", lambda fd, found=compresses: found)
-        monkeypatch.setattr(compression, "compresses", lambda fd, found=compresses: found)
+        monkeypatch.setattr(linux, "compresses", lambda fd, found=compresses: found)
         route = chosen(fd, cache="drop")
         assert route.kind == ("cached" if compresses else "direct")
         assert ("compresses" in str(route.fallback)) is compresses
         assert chosen(fd, direct=True).kind == "direct"
         for options in ({}, {"preallocate": False}, {"direct": True}):
-            compression.reserve(fd, 7, 64 * MIB, Config(**options))
-        compression.reserve(fd, 7, MIB, Config())  # a small file
+            linux.reserve(fd, 7, 64 * MIB, Config(**options))
+        linux.reserve(fd, 7, MIB, Config())  # a small file
     place = (fd, 7, 64 * MIB)
     assert reserved == [place, place, place]
-
-
-def test_a_lock_is_asked_for_only_where_somebody_may_have_one(fd: int) -> None:
-    fcntl.lockf(fd, fcntl.LOCK_EX)
-    assert "lockf" in str(chosen(fd, direct=True, may_be_locked=True).fallback)
-    assert chosen(fd, direct=False, may_be_locked=True).fallback is None
-
-
-def test_a_route_is_a_value(fd: int) -> None:
-    route = chosen(fd, block_size=2 * MIB, queue_depth=6, cache="keep")
-    with pytest.raises(FrozenInstanceError):
-        route.kind = "direct"  # type: ignore[misc]
-
-
-def test_what_engines_can_do() -> None:
-    assert capabilities_of(NullEngine) == NullEngine.capabilities
-    assert capabilities_of(partial(OwnMemory, prepare_here=True)) == OwnMemory.capabilities
-    assert capabilities_of(lambda threads: ThreadsEngine(threads)) == Capabilities()
 
 
 @pytest.mark.parametrize("prepare_here", [True, False])

@@ -13,8 +13,6 @@ import torch
 from support.corpus import noise
 from support.identity import stock
 
-__all__ = ["APPENDED", "REWRITTEN", "appended", "checkpoint", "hostile", "rewritten", "state"]
-
 _DATED = (2020, 1, 2, 3, 4, 6)
 _Record = tuple[str, bytes, int]
 

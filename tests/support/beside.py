@@ -14,8 +14,6 @@ from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.overlap import pending
 
-__all__ = ["OPTIMIZERS", "Gate", "gate", "nothing_left"]
-
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
     "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),

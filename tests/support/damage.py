@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["bad_sectors", "flip"]
-
 
 def flip(path: Path, at: int) -> None:
     """Flip a bit of a file's byte `at`."""

@@ -29,8 +29,6 @@ from support.transfers import (
     write,
 )
 
-__all__ = ["EngineTests"]
-
 
 class EngineTests:
     """What fastserial expects of every engine. Subclasses give the fixture `engine`."""

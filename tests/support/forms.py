@@ -7,8 +7,6 @@ import random
 
 import pytest
 
-__all__ = ["FULL", "dice", "trials"]
-
 FULL = os.environ.get("FASTSERIAL_FAULTS", "") == "full"
 _SEED = os.environ.get("FASTSERIAL_FAULTS_SEED", "20261121")
 

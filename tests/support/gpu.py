@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-__all__ = ["DEVICE", "need_gpu"]
-
 DEVICE = "cuda"
 _DRIVER = Path("/proc/driver/nvidia/version")
 

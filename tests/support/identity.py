@@ -30,20 +30,6 @@ import torch
 
 from support.corpus import Case
 
-__all__ = [
-    "SMALL",
-    "STOCK_ONLY",
-    "TARGETS",
-    "both",
-    "compare",
-    "difference",
-    "digest",
-    "fast",
-    "raised",
-    "save",
-    "stock",
-]
-
 SMALL = {"x": torch.arange(1000.0)}
 STOCK_ONLY = os.environ.get("FASTSERIAL_IDENTITY_STOCK_ONLY", "0") != "0"
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["kill_in"]
-
 
 def kill_in(number: int, name: str) -> None:
     """Kill this process before it writes a file of that name for the so many-th time."""

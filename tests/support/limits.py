@@ -7,8 +7,6 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["file_size_limit", "status"]
-
 
 def status(name: str) -> int:
     """Return what /proc/self/status tells of memory, such as `VmRSS` (bytes)."""

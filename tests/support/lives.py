@@ -31,9 +31,6 @@ from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CheckpointFileError
 
-__all__ = ["BOXES", "CONTROLS", "DAMAGES", "ENTRIES", "OPTIMIZERS", "SCHEDULERS", "SEEN", "UNSEEN"]
-__all__ += ["Held", "Life", "Spec", "Wrong", "by_chance", "slowly"]
-
 KEEP = 2
 
 

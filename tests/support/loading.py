@@ -16,18 +16,6 @@ import fastserial
 from fastserial.reports import LoadReport
 from support.identity import digest, fast, stock
 
-__all__ = [
-    "DEFAULT",
-    "FORCED",
-    "Outcome",
-    "attempt",
-    "both",
-    "forced",
-    "last_report",
-    "resizable",
-    "tensors",
-]
-
 # Small blocks and no way out, so that even the smallest file takes the fast path.
 FORCED: Mapping[str, Mapping[str, Any]] = {
     "direct": {"small_file": 0, "direct": True, "block_size": 4096, "queue_depth": 3},

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["peak"]
-
 
 def peak(call: Callable[[], object]) -> int:
     """Return how many bytes more a call took, at most, than there were in use before."""

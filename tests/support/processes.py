@@ -15,19 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "PROGRAMS",
-    "Ended",
-    "answer",
-    "ask",
-    "command",
-    "environment",
-    "program",
-    "python",
-    "run",
-    "start",
-]
-
 PROGRAMS = Path(__file__).parents[1] / "programs"
 _ANSWER = "FASTSERIAL_TEST_ANSWER"
 

@@ -29,8 +29,6 @@ import torch.distributed as dist
 from support import processes
 from support.processes import Ended
 
-__all__ = ["Ended", "Job", "Killed", "Server", "join", "run"]
-
 _PLACE = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # what is told waits for no disk
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Ran", "Run"]
-
 
 class Ran(NamedTuple):
     """Its exit status, its losses (step and value, as text), and what it said."""

@@ -11,17 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = [
-    "meshes",
-    "random_dtensor",
-    "random_placements",
-    "random_tensor",
-    "same_bytes",
-    "split",
-    "split_last",
-    "strided",
-]
-
 _GRIDS = {
     1: [(1,), (1, 1)],
     2: [(2,), (2, 1), (1, 2)],
@@ -42,7 +31,11 @@ DTYPES = [
     torch.complex64,
     torch.float64,
     torch.complex128,
+    torch.float16,
 ]
+# No storage of the legacy format has these, and torch hardly computes with them.
+NEWER = [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2fnuz]
+DTYPES += NEWER
 
 
 def meshes(count: int) -> list[DeviceMesh]:

@@ -11,8 +11,6 @@ import torch.distributed.checkpoint as dcp
 import fastserial
 from fastserial.distributed import FastStorageWriter
 
-__all__ = ["TellingStockWriter", "TellingWriter", "tell", "told"]
-
 
 def tell(path: str) -> None:
     """Add to a file: this process, and whether torch is patched in it."""

@@ -14,20 +14,6 @@ from fastserial.engines import Completion, Engine, Op, Request
 from fastserial.errors import EngineError
 from fastserial.memory.buffers import Buffer, BufferPool
 
-__all__ = [
-    "BLOCK",
-    "DEPTH",
-    "FLAGS",
-    "Opener",
-    "drive",
-    "into",
-    "no_buffer",
-    "noise",
-    "read",
-    "wait_for",
-    "write",
-]
-
 BLOCK = 64 * 1024
 DEPTH = 4
 FLAGS = {"buffered": 0, "direct": os.O_DIRECT}

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["OPTIMIZERS", "Run"]
-
 
 class Rows(torch.optim.Optimizer):
     """Keeps a number for each row, which is split as the parameter is."""

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from fastserial.checkpoints.dcp_folder import one_metadata
 from fastserial.checkpoints.streaming import FileMemory
 from fastserial.distributed.conversion.assembled import AssembledTensors, ChunkedMemory, StoredChunk
 from fastserial.distributed.dcp.item_structure import ItemParser, ItemTensor
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.errors import ConvertError, CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.files.sources import FileStamp, stamp
+from fastserial.formats.container import FolderContainer
 from fastserial.formats.dcp import Item, Metadata, Stored
 from fastserial.formats.pickles import refuse_nested
 from fastserial.formats.source import read_exactly
@@ -49,7 +49,7 @@ class FolderSource:
         self._made = AssembledTensors()
         self._parser = ItemParser()
         try:
-            found = one_metadata(path)
+            found = FolderContainer(path).joined()
             self.container = "dcp"
             self.value = self._state(found)
         except BaseException:

@@ -45,7 +45,13 @@ _KNOWN = {"flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load"}
 
 
 class FastLoadPlanner(DefaultLoadPlanner):
-    """The `planner` of `dcp.load`. It takes the arguments of `DefaultLoadPlanner`."""
+    """The `planner` of `dcp.load`.
+
+        reader = distributed.FastStorageReader("folder")
+        dcp.load({"step": 0}, storage_reader=reader, planner=distributed.FastLoadPlanner())
+
+    It takes the arguments of `DefaultLoadPlanner`.
+    """
 
     def __init__(
         self, *args: Any, broadcast: bool | Literal["auto"] = "auto", **kwargs: Any

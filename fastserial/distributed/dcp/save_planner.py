@@ -72,6 +72,9 @@ def _planned(entries: tuple[bytes, ...], lowest: bool, apart: frozenset[str]) ->
 class FastSavePlanner(DefaultSavePlanner):
     """The `planner` of `dcp.save`. It takes the arguments of `DefaultSavePlanner`.
 
+        writer = distributed.FastStorageWriter("folder")
+        dcp.save({"step": 7}, storage_writer=writer, planner=distributed.FastSavePlanner())
+
     What several ranks have is written by each of them in equal parts; tensors from 1 MiB on are cut
     for that. Plain ones are compared in every save (option `compare`); of one that differs between
     ranks, the first rank's is saved, with a warning.

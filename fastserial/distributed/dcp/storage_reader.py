@@ -44,7 +44,13 @@ class _PassesOn:
 
 
 class FastStorageReader(FileSystemReader):
-    """The `storage_reader` of `dcp.load`."""
+    """The `storage_reader` of `dcp.load`.
+
+        state = {"model": model.state_dict()}
+        dcp.load(state, storage_reader=distributed.FastStorageReader("folder"))
+
+    Reads folders of stock's writer as well.
+    """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, **stock: Any) -> None:
         """Prepare to load from a folder.

@@ -51,7 +51,16 @@ _HAS_COMMON = (
 
 
 class FastStorageWriter(StorageWriter, AsyncStager):
-    """The `storage_writer` of `dcp.save` and `dcp.async_save`."""
+    """The `storage_writer` of `dcp.save` and `dcp.async_save`.
+
+        dcp.save(
+            {"model": model.state_dict()},
+            storage_writer=distributed.FastStorageWriter("folder"),
+            planner=distributed.FastSavePlanner(),
+        )
+
+    Every rank writes one file of the folder; what was in the folder stays whole until then.
+    """
 
     def __init__(
         self,

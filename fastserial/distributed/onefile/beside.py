@@ -48,6 +48,10 @@ def save_async(
 ) -> PendingSave:
     """Save as `save` does, and return before the file is written. Collective.
 
+        saving = distributed.save_async({"model": model}, "ckpt.pt")  # on every rank
+        optimizer.step()
+        print(saving.wait())
+
     The file becomes what `save` would have written at the call, or stays as it was. It is planned
     at the call; the ranks exchange and write their bytes while training continues. A group does
     one such save at a time: the next one, and a load, wait for it.

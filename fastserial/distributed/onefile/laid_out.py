@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -93,15 +92,11 @@ class FileLayout:
     def plan(self) -> ZipPlan:
         """The layout. The memory of its storages is nowhere; `records` says what they are."""
         layout = ZipLayout(self._archive, torch_writer.alignment(), torch_writer.checksums_wanted())
-        for stored, records in groupby(self.records, lambda record: record.data is None):
-            if stored:
-                some = list(records)
-                memories = [AbsentMemory(record.nbytes) for record in some]
-                layout.add_memories([record.name for record in some], memories)
-                continue
-            for record in records:
-                data = record.data or b""
-                layout.add_bytes(record.name, data, crc32(data))
+        for record in self.records:
+            if record.data is None:
+                layout.add_memory(record.name, AbsentMemory(record.nbytes), b"")
+            else:
+                layout.add_bytes(record.name, record.data, crc32(record.data))
         return torch_writer.finish(layout)
 
     @functools.cached_property

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from fastserial import config as config_module
-from fastserial.checksums import Piece as CrcPiece
+from fastserial.checksums import PartialCrc as CrcPiece
 from fastserial.checksums import crc32_combine, crc_mismatch
 from fastserial.config import Config
 from fastserial.distributed.onefile.flow import Flow, grids_of, need_of, read_odd, targets_of
@@ -45,6 +45,9 @@ def load(
     timeout: float = 600.0,
 ) -> LoadReport:
     """Fill what the ranks hold, in place, from one file of `torch.save`. Collective.
+
+        target = {"model": model, "step": 0}
+        distributed.load("ckpt.pt", target)  # on every rank
 
     The file is any that `torch.load` reads with `weights_only=True`: of stock torch or of `save`,
     zip or legacy, saved from any placement. Only the bytes that

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from fastserial.checksums import Piece as Crc
+from fastserial.checksums import PartialCrc as Crc
 from fastserial.config import Config
 from fastserial.distributed.onefile.decision import (
     SaveDecision,
@@ -114,6 +114,8 @@ def save(
     merge: Literal["union"] | None = None,
 ) -> SaveReport:
     """Write what `torch.save` of the whole state would write, from all ranks. Collective.
+
+        distributed.save({"model": model, "step": 7}, "ckpt.pt")  # on every rank
 
     The file is an ordinary torch file: byte for byte the one that `torch.save` on rank 0 would
     write, had it gathered the full state on the host.

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from fastserial.checksums import CrcLedger, crc32_combine
-from fastserial.checksums import Piece as Crc
+from fastserial.checksums import PartialCrc as Crc
 from fastserial.config import Config
 from fastserial.distributed.onefile.laid_out import FileLayout
 from fastserial.distributed.plan.schedule import (

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from fastserial.config import Config
 from fastserial.errors import WriteError, write_error
-from fastserial.files.compression import reserve
 from fastserial.files.destination import open_path, required, save_error
+from fastserial.files.linux import reserve
 from fastserial.interrupts import Descriptors
 
 __all__ = ["FileIdentity", "NewFile", "OpenedFile"]

@@ -116,7 +116,7 @@ class PartReader:
             CorruptCheckpointError: the file changed meanwhile.
             OSError: it cannot be read.
         """
-        spans = window.ranges if self._whole else spans_of(pieces, _NEAR)
+        spans = window.ranges if self._whole else spans_of(pieces, window, _NEAR)
         self._reader.read_into([one for span in spans for one in self._extents(span, buffer)])
 
     def _divided(

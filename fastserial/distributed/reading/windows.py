@@ -144,11 +144,13 @@ def within_runs(
             index += 1
 
 
-def spans_of(pieces: Iterable[WindowPart], near: int) -> list[WindowRange]:
+def spans_of(pieces: Iterable[WindowPart], window: Window, near: int) -> list[WindowRange]:
     """Return what of the file pieces of one window need, gaps of up to `near` bytes included.
 
-    `at` is where the window's buffer has it; a range never spans two of the window's.
+    `at` is where the window's buffer has it; a span never crosses from one of the window's ranges
+    to the next: what lies between them is read by others.
     """
+    begins = [one.at for one in window.ranges]
     runs = sorted(
         WindowRange(
             begin, end, piece.source + begin - piece.target.grid.position(piece.box.offsets)
@@ -157,12 +159,15 @@ def spans_of(pieces: Iterable[WindowPart], near: int) -> list[WindowRange]:
         for begin, end in piece.target.grid.runs(piece.box, near)
     )
     found: list[WindowRange] = []
+    before = -1
     for run in runs:
         last = found[-1] if found else None
-        if last and run.first - last.stop <= near and run.at - last.at == run.first - last.first:
+        number = bisect.bisect_right(begins, run.at)  # of the range in which it begins
+        if last and number == before and run.first - last.stop <= near:
             found[-1] = WindowRange(last.first, max(last.stop, run.stop), last.at)
         else:
             found.append(run)
+        before = number
     return found
 
 

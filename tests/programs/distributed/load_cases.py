@@ -11,9 +11,7 @@ import errno
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -29,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastserial
 from fastserial.distributed import FlatShard, load
-from fastserial.distributed.onefile import flow
 from fastserial.distributed.plan import owners
 from fastserial.distributed.plan.matching import Match
 from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMismatchError
@@ -161,32 +158,6 @@ def tensors_that_are_made_are_as_stock_makes_them() -> None:
 
 
 @case
-def counters_keep_their_counts() -> None:
-    model = nn.Linear(2, 2)
-    schedulers = [
-        torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(model.parameters()), [2, 4, 4])
-        for _ in range(2)
-    ]
-    counts = Counter({"a": 3, ("b", 1): -1})
-    path = written("counters", {"s": schedulers[0].state_dict(), "n": counts, "e": Counter()})
-    into: dict[str, Any] = {"s": None, "n": None, "e": None}
-    load(path, into)
-    assert (type(into["n"]), into["n"], into["e"]) == (Counter, counts, Counter())
-    assert into["s"]["milestones"] == Counter({2: 1, 4: 2})
-    assert into["s"] == schedulers[1].state_dict()
-
-
-@case
-def tensors_where_there_is_none_yet_are_made() -> None:
-    path = written("made", {"rng": rows(9, dtype=torch.uint8), "more": {"x": [rows(2), 3]}})
-    into: dict[str, Any] = {"rng": None, "more": None}
-    load(path, into)
-    assert torch.equal(into["rng"], rows(9, dtype=torch.uint8))
-    assert torch.equal(into["more"]["x"][0], rows(2))
-    assert into["more"]["x"][1] == 3
-
-
-@case
 def keys_that_differ_are_one_error_and_change_nothing() -> None:
     path = written("keys", {"a": rows(4), "b": {"c": rows(4), "d": 1}})
     into: dict[str, Any] = {"a": torch.zeros(4), "b": {"c": torch.zeros(4)}, "step": 3}
@@ -249,45 +220,6 @@ def dtypes_are_converted_when_asked_to() -> None:
     path = written("cast-back", {"a": torch.ones(3, dtype=torch.complex64)})
     with pytest.raises(LoadMismatchError, match="cannot be converted"):
         load(path, {"a": torch.zeros(3)}, cast=True)
-
-
-@case
-def each_byte_is_read_by_one_rank() -> None:
-    state = {f"t{n}": rows(50 + n, 33) for n in range(9)} | {"u": rows(9000), "s": rows(64, 64).t()}
-    path = written("once", state)
-    into = {
-        key: zeros(
-            *value.shape,
-            device_mesh=MESH,
-            placements=[[Shard(0)], [Shard(1)], [Replicate()]][n % 3 if value.dim() > 1 else 2],
-        )
-        for n, (key, value) in enumerate(state.items())
-    }
-    asked: list[tuple[int, int]] = []
-    read_into = FastFileReader.read_into
-
-    def watched(self: FastFileReader, extents: Any) -> None:
-        asked.extend((one.offset, one.offset + one.length) for one in extents if one.length)
-        read_into(self, extents)
-
-    for window in (4096, 8 * 2**20):
-        asked.clear()
-        with (
-            mock.patch.object(FastFileReader, "read_into", watched),
-            mock.patch.object(flow, "_LARGEST_WINDOW", window),
-            mock.patch.object(owners, "_FINEST", 4096),
-        ):
-            report = load(path, into)
-        everyone: list[Any] = [None] * COUNT
-        dist.all_gather_object(everyone, asked)
-        extents = sorted(extent for one in everyone for extent in one)
-        assert all(a[1] <= b[0] for a, b in pairwise(extents))
-        wanted = sum(value.numel() * 4 for value in state.values())
-        # Between two tensors less than 4 KiB may be read along, rather than left out.
-        assert wanted <= sum(b - a for a, b in extents) <= wanted + 4096 * len(state)
-        assert report.bytes == sum(line.bytes for line in report.ranks)
-        assert all(line.bytes > wanted / COUNT / 2 for line in report.ranks)
-        assert all(torch.equal(full(into[key]), value) for key, value in state.items())
 
 
 @case

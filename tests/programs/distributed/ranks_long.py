@@ -1,9 +1,8 @@
-"""A rank of four: groups of some ranks, many saves, unusual dtypes. Arguments: folder, case."""
+"""A rank of four: groups of some ranks, many saves. Arguments: folder, case."""
 
 from __future__ import annotations
 
 import os
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.ranks import join
-from support.sharded import noise, same_bytes, split, strided
+from support.sharded import noise, same_bytes, split
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fastserial import distributed
 from fastserial.distributed import FlatShard
 from fastserial.errors import DistributedError
 
 MIB = 2**20
-DTYPES = [
-    *(torch.uint16, torch.uint32, torch.uint64, torch.float16, torch.complex32, torch.complex64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-]
-DTYPES += [kind for kind in (getattr(torch, "float8_e8m0fnu", None),) if kind is not None]
 
 
 def group_state(ranks: list[int], group: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -120,88 +114,7 @@ def growth(folder: Path) -> None:
     assert after[2] - before[2] < 4, (before, after)
 
 
-def dtypes(folder: Path) -> None:
-    """Elements that torch hardly computes with, in all placements, saved and loaded."""
-    rank, count = dist.get_rank(), dist.get_world_size()
-    chance = random.Random(1)
-    line, square = (
-        DeviceMesh("cpu", torch.arange(count)),
-        DeviceMesh("cpu", torch.arange(4).view(2, 2)),
-    )
-    for dtype in DTYPES:
-        state: dict[str, Any] = {}
-        whole: dict[str, Any] = {}
-        for shape in ([13, 9], [700, 500]):
-            full = noise(shape, dtype, len(whole))
-            for dim in (0, 1):
-                state[f"{shape} {dim}"] = split(full, line, [Shard(dim)])
-                whole[f"{shape} {dim}"] = full.clone()
-            state[f"{shape} strided"] = strided(chance, full, square)
-            state[f"{shape} all"] = split(full.clone(), line, [Replicate()])
-            numel = full.numel()
-            first, stop = numel * rank // count, numel * (rank + 1) // count
-            part = full.flatten()[first:stop].clone()
-            state[f"{shape} flat"] = FlatShard(tuple(shape), dtype, first, stop - first, part)
-            state[f"{shape} plain"] = full
-            for key in ("strided", "all", "flat", "plain"):
-                whole[f"{shape} {key}"] = full.clone()
-        path = folder / "file.pt"
-        distributed.save(state, path, timeout=60)
-        if rank == 0:
-            check(path, whole)
-        keys = list(state)
-        # Each value into the place of another one of that shape.
-        into = {key: emptied(state[other]) for key, other in zip(keys, turned(keys), strict=True)}
-        distributed.load(path, into, timeout=60)
-        for key, other in zip(keys, turned(keys), strict=True):
-            assert same_bytes(held(into[key]), held(state[other])), (dtype, key, other)
-
-
-def turned(keys: list[str]) -> list[str]:
-    half = len(keys) // 2
-    return [*keys[1:half], keys[0], *keys[half + 1 :], keys[half]]
-
-
-def held(leaf: Any) -> torch.Tensor:
-    if isinstance(leaf, FlatShard):
-        return leaf.tensor
-    found: torch.Tensor = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-    return found
-
-
-def emptied(leaf: Any) -> Any:
-    local = held(leaf)
-    new = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype)
-    if isinstance(leaf, FlatShard):
-        return FlatShard(leaf.param_shape, leaf.dtype, leaf.start, leaf.length, new)
-    if isinstance(leaf, DTensor):
-        return DTensor.from_local(
-            new,
-            leaf.device_mesh,
-            leaf.placements,
-            run_check=False,
-            shape=leaf.shape,
-            stride=leaf.stride(),
-        )
-    return new
-
-
-def replaced(folder: Path) -> None:
-    """Loads while another process replaces the file: always one file, whole."""
-    path = folder / "file.pt"
-    size = 300_000
-    seen = set()
-    for _ in range(40):
-        into = {"a": torch.zeros(size), "b": torch.zeros(size), "n": -1}
-        mine = {"a": into["a"], "n": 0} if dist.get_rank() == 1 else into
-        distributed.load(path, mine, timeout=60)
-        values = {float(value) for key in ("a", "b") for value in mine.get(key, into["a"])[::99]}
-        assert values == {float(mine["n"])}, values
-        seen.add(mine["n"])
-    assert len(seen) > 1, "nobody replaced it"
-
-
-CASES = (groups, growth, dtypes, replaced)
+CASES = (groups, growth)
 
 
 def main() -> None:

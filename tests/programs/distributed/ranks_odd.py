@@ -25,7 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from fastserial import distributed
-from fastserial.distributed import FastSavePlanner, FastStorageWriter, FlatShard
+from fastserial.distributed import FastSavePlanner, FastStorageWriter
 from fastserial.errors import DistributedError, LoadMismatchError
 
 
@@ -47,22 +47,6 @@ def within_an_object(folder: Path, rank: int, count: int) -> None:
     same(folder, state, state)
 
 
-def default_device(folder: Path, rank: int, count: int) -> None:
-    """`torch.set_default_device` says nothing of our own buffers."""
-    full = noise([300, 1000], torch.float32, 3)
-    mesh = DeviceMesh("cpu", torch.arange(count))
-    state = {"x": distribute_tensor(full, mesh, [Shard(1)])}
-    target = {"x": distribute_tensor(torch.zeros_like(full), mesh, [Shard(0)])}
-    other = {"y": torch.zeros_like(full)}
-    with torch.device("meta"):
-        distributed.save(state, folder / "file.pt", timeout=30)
-        distributed.load(folder / "file.pt", into=target, timeout=30)
-        distributed.load(folder / "file.pt", into={"x": other["y"]}, timeout=30)
-    assert torch.equal(target["x"].full_tensor().view(torch.int32), full.view(torch.int32))
-    assert torch.equal(other["y"].view(torch.int32), full.view(torch.int32))
-    same(folder, state, {"x": full})
-
-
 def stages_change(folder: Path, rank: int, count: int) -> None:
     """A tensor moves to another pipeline stage: the plan of the last save does not count."""
     pairs = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])]
@@ -80,14 +64,6 @@ def stages_change(folder: Path, rank: int, count: int) -> None:
                     state[f"p{index}"] = DTensor.from_local(local, pairs[number], [Shard(0)])
             three = {f"p{index}": whole[f"p{index}"] for index in range(3)}
             same(folder, state, three, merge="union")
-
-
-def negative(folder: Path, rank: int, count: int) -> None:
-    """Elements that torch negates when they are used."""
-    for size in (50, 300_000):
-        tensor = torch._neg_view(torch.ones(size))
-        shard = FlatShard((size * count,), tensor.dtype, size * rank, size, tensor)
-        same(folder, {"x": shard}, {"x": -torch.ones(size * count)})
 
 
 def turned_mesh(folder: Path, rank: int, count: int) -> None:
@@ -120,18 +96,6 @@ def modes(folder: Path, rank: int, count: int) -> None:
             distributed.load(folder / "file.pt", {"x": rows}, strict=False)
         mine = full.chunk(count)[rank]
         assert torch.equal(rows.to_local().view(torch.int32), mine.view(torch.int32))
-
-
-def zeros(folder: Path, rank: int, count: int) -> None:
-    """Tensors of zeros without memory, which forward-mode differentiation makes."""
-    mesh = DeviceMesh("cpu", torch.arange(count))
-    zero: Any = torch._efficientzerotensor  # type: ignore[attr-defined]
-    for rows in (3, 3000):
-        whole = {"rows": torch.zeros(count * rows, 500), "flat": torch.zeros(count * rows)}
-        flat = FlatShard((count * rows,), torch.float32, rank * rows, rows, zero((rows,)))
-        local = DTensor.from_local(zero((rows, 500)), mesh, [Shard(0)], run_check=False)
-        for writers in ("all", 1):
-            same(folder, {"rows": local, "flat": flat}, whole, writers=writers)
 
 
 def type_of_shards(folder: Path, rank: int, count: int) -> None:
@@ -203,8 +167,8 @@ def unknown_placement(folder: Path, rank: int, count: int) -> None:
 
 
 CASES = (
-    *(within_an_object, default_device, stages_change, negative, turned_mesh, modes),
-    *(zeros, type_of_shards, unknown_placement),
+    *(within_an_object, stages_change, turned_mesh, modes),
+    *(type_of_shards, unknown_placement),
 )
 
 

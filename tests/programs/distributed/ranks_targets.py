@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -82,17 +81,6 @@ def private(folder: Path) -> None:
     as_stock(folder, prepare, umask=0)
 
 
-def others(folder: Path) -> None:
-    """Another user's, with an access list."""
-
-    def prepare(path: Path) -> None:
-        path.write_bytes(b"old")
-        os.chown(path, 1234, 4321)
-        subprocess.run(["setfacl", "-m", "u:daemon:rw,g:games:r", str(path)], check=True)
-
-    as_stock(folder, prepare)
-
-
 def link(folder: Path) -> None:
     def prepare(path: Path) -> None:
         real = path.parent / "below" / "real.bin"
@@ -103,10 +91,6 @@ def link(folder: Path) -> None:
     as_stock(folder, prepare)
     report = last_save_report()
     assert dist.get_rank() or (report is not None and report.fallback is None)
-
-
-def hanging_link(folder: Path) -> None:
-    as_stock(folder, lambda path: path.symlink_to("nowhere.bin"))
 
 
 def refused_by_all(path: Path, reason: str) -> None:
@@ -136,55 +120,6 @@ def held(folder: Path) -> None:
     assert same_bytes(torch.load(path)["rows"], FULL["rows"])
 
 
-def flagged(flag: str, path: Path, on: bool) -> None:
-    alone(lambda: subprocess.run(["chattr", f"{'+' if on else '-'}{flag}", path], check=True))
-
-
-def unwritable(folder: Path) -> None:
-    """A file and a folder that nobody may write: an error on all ranks, as stock's on one."""
-    path = folder / "file.pt"
-    alone(lambda: path.write_bytes(b"old"))
-    for flags, target in ((path, path), (folder, folder / "new.pt")):
-        flagged("i", flags, on=True)
-        try:
-            alone(lambda target=target: refused(lambda: torch.save(FULL, target)))
-            try:
-                distributed.save(state(), target, timeout=30)
-            except DistributedError as error:
-                assert error.rank == 0
-                assert str(target) in str(error), error
-            else:
-                raise AssertionError(f"{target} was written")
-        finally:
-            flagged("i", flags, on=False)
-    assert path.read_bytes() == b"old"
-    assert os.listdir(folder) == ["file.pt"]
-
-
-def append_only(folder: Path) -> None:
-    """In such a folder no file can be replaced, and no temporary name removed."""
-    below = folder / "ours"
-    path = below / "file.pt"
-    alone(below.mkdir)
-    flagged("a", below, on=True)
-    try:
-        refused_by_all(path, "append-only")
-        assert os.listdir(below) == []
-        alone(lambda: path.write_bytes(b"old"))
-        refused_by_all(path, "append-only")
-        assert path.read_bytes() == b"old"
-    finally:
-        flagged("a", below, on=False)
-
-
-def refused(step: Callable[[], object]) -> None:
-    try:
-        step()
-    except (RuntimeError, OSError):
-        return
-    raise AssertionError("stock can write it")
-
-
 def not_durable(folder: Path) -> None:
     path = folder / "file.pt"
     with options(durable=False):
@@ -199,7 +134,7 @@ def not_durable(folder: Path) -> None:
     assert path.read_bytes() == (folder / "stock" / "file.pt").read_bytes()
 
 
-CASES = (new, private, others, link, hanging_link, held, unwritable, append_only, not_durable)
+CASES = (new, private, link, held, not_durable)
 
 
 def main() -> None:

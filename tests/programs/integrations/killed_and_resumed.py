@@ -120,7 +120,7 @@ def main() -> None:
     mine = torch.load(folder / "ours" / f"step-{STEPS:08d}.pt", weights_only=False)
     theirs = torch.load(folder / "stock" / f"step-{STEPS}.pt", weights_only=False)
     mine.pop("checkpointer")
-    if ranks == 1 and name != "compiled":  # whose files have names as without torch.compile
+    if ranks == 1:
         found, expected = canonical(mine), canonical(theirs)
         assert found == expected, different(found, expected)
     print("the same")

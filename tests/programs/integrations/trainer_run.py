@@ -7,8 +7,6 @@ checkpoint of that number, counted from 1: before the file `kill_at` is written 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import warnings
 from typing import Any
@@ -19,7 +17,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -33,10 +30,8 @@ OPTIONS: dict[str, Any] = {
     "every": 2,
     "limit": 2,
     "resume": False,  # by resume_from; True: the Trainer's own choice
-    "forget": False,
     "kill_in": 0,
     "kill_at": "scheduler.pt",
-    "terminate_at": 0,
     "losses": "",
 }
 
@@ -81,15 +76,6 @@ class Losses(Trainer):
         return found
 
 
-class Terminate(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 def main() -> None:
     options = {**OPTIONS, **json.loads(sys.argv[1])}
     warnings.simplefilter("ignore")
@@ -106,9 +92,6 @@ def main() -> None:
         from fastserial.integrations.transformers import CheckpointCallback
 
         callbacks.append(CheckpointCallback())
-    if options["terminate_at"]:
-        callbacks.append(Terminate(options["terminate_at"]))
-    more = {"enable_jit_checkpoint": True} if options["terminate_at"] else {}
     args = TrainingArguments(
         output_dir=options["folder"],
         max_steps=options["steps"],
@@ -122,7 +105,6 @@ def main() -> None:
         disable_tqdm=True,
         seed=5,
         learning_rate=1e-2,
-        **more,
     )
     trainer = Losses(model=Model(Config()), args=args, train_dataset=Data(), callbacks=callbacks)
     trainer.path = options["losses"]
@@ -132,9 +114,6 @@ def main() -> None:
 
         resume = resume_from(options["folder"])
         print(resume)
-    if options["forget"]:
-        os.unlink(f"{resume}/optimizer.pt")
-        os.unlink(f"{resume}/scheduler.pt")
     trainer.train(resume_from_checkpoint=resume)
 
 

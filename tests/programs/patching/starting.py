@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import subprocess
 import sys
 import warnings
 
-from support.patched import both, caught, functions, main, same
+from support.patched import both, main
 
 
 def at_the_import_of_torch(wanted: str) -> None:
@@ -66,11 +65,6 @@ def auto(wanted: str) -> None:
     assert both() is (wanted == "True")
 
 
-def run_passes_the_exit_status_on() -> None:
-    code = "from fastserial.cli.run import run; run(['-c', 'raise SystemExit(7)'])"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7
-
-
 def run_without_the_pth_file_says_so() -> None:
     from fastserial.cli.run import run
     from fastserial.errors import FastserialError
@@ -123,42 +117,6 @@ def threads_see_only_the_finished_module() -> None:
     for thread in threads:
         thread.join()
     assert seen == [True] * 8, seen
-
-
-def a_module_in_a_zip_file() -> None:
-    from fastserial.import_hook import when_imported
-
-    seen = []
-    when_imported("late", lambda module: seen.append(module.__name__))
-    import late
-
-    assert seen == ["late"]
-    assert type(late.__loader__).__name__ == "zipimporter"
-
-
-def a_second_copy_knows_of_the_first(path: str) -> None:
-    import torch
-
-    import fastserial
-
-    stock = functions()
-    fastserial.install()
-    for name in [name for name in sys.modules if name.split(".")[0] == "fastserial"]:
-        del sys.modules[name]
-    first = fastserial
-    import fastserial
-
-    assert fastserial is not first
-    assert fastserial.installed() and fastserial.status().installed
-    result, warned = caught(fastserial.install)
-    assert result is True and not warned, warned
-    torch.save({"a": torch.ones(3)}, path)
-    assert fastserial.last_save_report() is not None
-    assert fastserial.uninstall() is True
-    assert same(functions(), stock)
-    assert not fastserial.installed() and not first.installed()
-    assert fastserial.install() and fastserial.uninstall()
-    assert same(functions(), stock)
 
 
 def import_orders(imports: str) -> None:
