@@ -43,9 +43,10 @@ def convert(
         target: the new file or folder.
         to: its container; by default safetensors or zip, by the target's name. `dcp` is a folder,
             as `FastStorageWriter` writes it.
-        key: convert the part of it under this key, such as `model`; nested keys and places in
+        key: convert the part of it under this key, such as `model`; nested keys and indices of
             lists joined by dots, as `inspect` shows them.
-        copy_shared: write tensors that share memory, which safetensors cannot tell, several times.
+        copy_shared: write tensors that share memory, which safetensors cannot represent, several
+            times.
         shard_nbytes: write several safetensors files with an index to a new folder, none with more
             than so many bytes of tensors, if one tensor has not more.
         verify: check every CRC-32 of the source first (zip, folders).
@@ -69,7 +70,9 @@ def convert(
         )
     container = container_of(path, to, shard_nbytes)
     if is_dcp and container == "legacy" and patched("_legacy_save") is None:
-        raise ConvertError("this torch has no patch: from a folder to a legacy file goes by a zip")
+        raise ConvertError(
+            "this torch has no patch: convert the folder to a zip first, then to legacy"
+        )
     if verify and is_dcp:
         refuse_damaged(name, config=config)
     folders = is_dcp or container == "dcp"

@@ -100,8 +100,14 @@ def odd_states() -> dict[str, tuple[Any, str]]:
     return {
         "joined": ({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, r"same one \(.*a\.b\)"),
         "number": ({1: torch.ones(1), "1": torch.ones(2)}, r"same one \(.*1\)"),
-        "sparse": ({"x": {"s": torch.eye(5).to_sparse()}}, r"entry 'x\.s' .* no plain tensor"),
-        "meta": ({"m": torch.empty(3, device="meta")}, r"entry 'm' .* no bytes \(device meta\)"),
+        "sparse": (
+            {"x": {"s": torch.eye(5).to_sparse()}},
+            r"entry 'x\.s' .* layout torch.sparse_coo",
+        ),
+        "meta": (
+            {"m": torch.empty(3, device="meta")},
+            r"entry 'm' .* without memory \(device meta\)",
+        ),
     }
 
 

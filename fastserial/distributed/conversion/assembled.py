@@ -108,7 +108,7 @@ _ALIGN = 64
 
 
 class AssembledTensors:
-    """Makes such tensors, and knows where their bytes come from."""
+    """Makes such tensors, and knows the sources of their bytes."""
 
     def __init__(self) -> None:
         self._regions: list[Untouched] = []
@@ -124,7 +124,7 @@ class AssembledTensors:
         strides: tuple[int, ...] | None = None,
         memory: Memory | None = None,
     ) -> torch.Tensor:
-        """Return a tensor alone in its storage, whose bytes must not be read.
+        """Return a tensor with a storage of its own; its bytes must not be read.
 
         Args:
             rows: its bytes in the order of its elements.
@@ -150,7 +150,7 @@ class AssembledTensors:
         return self._regions[-1].storage(nbytes)
 
     def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Memory | None:
-        """Return where bytes of a storage come from, None if it is none of these."""
+        """Return the source of bytes of a storage, None if it is none of these."""
         found = self._sources.get(storage.data_ptr())
         if found is None or (start == 0 and nbytes == found.nbytes):
             return found
@@ -162,5 +162,5 @@ class AssembledTensors:
         finish(*(region.close for region in regions))
 
     def in_order(self, tensor: torch.Tensor) -> Memory | None:
-        """Return where the bytes of a tensor come from, in the order of its elements."""
+        """Return the source of a tensor's bytes, in the order of its elements."""
         return self._rows.get(tensor.untyped_storage().data_ptr())

@@ -17,10 +17,10 @@ from fastserial.config import Config, options
 from fastserial.distributed.dcp.shard_layout import ShardLayout
 from fastserial.distributed.dcp.storage_writer import FastStorageWriter
 from fastserial.distributed.dcp.tensor_bytes import TensorBytes, bytes_of
+from fastserial.distributed.sharding.pieces import oddity
 from fastserial.errors import ConvertError
 from fastserial.formats.dcp import KEPT, NUMBERS, TIES
 from fastserial.formats.storages import reach
-from fastserial.memory.storages import is_plain
 from fastserial.patching.self_check import self_check
 
 __all__ = ["write_folder"]
@@ -110,21 +110,14 @@ def _refuse_odd(flat: Mapping[str, Any], name: str) -> None:
         ConvertError: one cannot.
     """
     for key, tensor in flat.items():
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        if not is_plain(tensor) or tensor.is_nested:
-            problem = "it is no plain tensor"
-        elif tensor.device.type == "meta":
-            problem = "it has no bytes (device meta)"
-        else:
-            continue
-        raise ConvertError(
-            f"{name}: entry {key!r} cannot be loaded from a folder: {problem}: {_REMEDY}"
-        )
+        if isinstance(tensor, torch.Tensor) and (problem := oddity(tensor)) is not None:
+            raise ConvertError(
+                f"{name}: entry {key!r} cannot be loaded from a folder: {problem}; {_REMEDY}"
+            )
 
 
 def _kept(value: Any, planner: DefaultSavePlanner, name: str) -> tuple[tuple[Any, ...], ...]:
-    """Return what a folder does not tell of a state: integers among the keys, and shared memory.
+    """Return what a folder does not keep of a state: integers among the keys, and shared memory.
 
     Stock's reader ignores it. Warns of what is lost all the same.
     """

@@ -57,11 +57,11 @@ class FolderSource:
             raise
 
     def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Memory | None:
-        """Return where bytes of a storage come from, None if it has them itself."""
+        """Return the source of bytes of a storage, None if it has them itself."""
         return self._made.part_of(storage, start, nbytes)
 
     def in_order(self, tensor: torch.Tensor) -> Memory | None:
-        """Return where the bytes of a tensor come from, in the order of its elements."""
+        """Return the source of a tensor's bytes, in the order of its elements."""
         return self._made.in_order(tensor)
 
     def check_unchanged(self) -> None:
@@ -86,7 +86,7 @@ class FolderSource:
         for item in found.items:
             items.setdefault(item.key, []).append(item)
         if found.missing:
-            raise self._damaged(found.missing[0], "`.metadata` does not tell its place")
+            raise self._damaged(found.missing[0], "`.metadata` does not say where it is")
         flat: dict[str, Any] = {}
         first = {key: keys[0] for keys in found.ties for key in keys[1:]}
         for key, stored in found.tensors.items():
@@ -213,7 +213,7 @@ def _nbytes(stored: Stored) -> int:
 
 
 class _Number(int):
-    """A key of a dictionary, and no place in a list."""
+    """A key of a dictionary, and no index of a list."""
 
 
 def _nested(
@@ -224,7 +224,7 @@ def _nested(
     """Return the nest of dictionaries and lists in which values were before they were flattened.
 
     Raises:
-        ConvertError: two of them are at one place.
+        ConvertError: two of them have one path.
     """
     root: dict[Any, Any] = {}
     for key, value in flat.items():

@@ -1,1 +1,1 @@
-"""One ordinary torch file from many ranks, and back: saves, saves beside training, loads."""
+"""One ordinary torch file from many ranks, and back: saves, background saves, loads."""

@@ -1,7 +1,7 @@
-"""`save_async`: planned and taken by all ranks at the call, exchanged and written beside training.
+"""`save_async`: planned and copied by all ranks at the call, written in the background.
 
-The ranks talk through connections of their own (`group`), which the save keeps until its end: the
-next collective call of fastserial with the same ranks waits for it.
+The save uses connections of its own (`group`) until its end: the next collective call of fastserial
+with the same ranks waits for it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def save_async(
         print(saving.wait())
 
     The file becomes what `save` would have written at the call, or stays as it was. It is planned
-    at the call; the ranks exchange and write their bytes while training goes on. One such save of
-    a group is under way at a time: the next one, and a load, wait for it.
+    at the call; the ranks exchange and write their bytes while training continues. A group does
+    one such save at a time: the next one, and a load, wait for it.
 
     Args:
         obj: as `save`. Everything that is no tensor is pickled at the call.
@@ -63,7 +63,7 @@ def save_async(
         writers: as `save`.
         merge: as `save`.
         snapshot: `copy`: what this rank writes and sends is copied; all may be changed as soon as
-            the call returns. `in_place`: what it writes itself is read while the program goes on;
+            the call returns. `in_place`: what it writes itself is read while the program continues;
             optimizers wait before a step until what they change is taken. Copied are small pieces,
             what travels to other ranks, and DTensors that belong to no optimizer in `obj`.
         snapshot_budget: bytes of this process that copies may take, of all saves together; by
@@ -77,7 +77,7 @@ def save_async(
 
     Raises:
         DistributedError: any rank failed, all raise it. Also if the last save to this target
-            failed on a rank that has not asked for its outcome.
+            failed on a rank that did not ask for its outcome.
     """
     return start_save(
         obj,
@@ -111,7 +111,7 @@ def start_save(
     Args:
         began: when the user's call did (`perf_counter`).
         steady: identities of the storages that may be read in place; None: all that are watched.
-        then: called on each rank's saving thread once the file is in place.
+        then: called on each rank's saving thread after the commit.
     """
     saving: SaveTask | None = None
     try:
@@ -163,7 +163,7 @@ def size_of(
 
 
 def _reached(values: Iterable[Any], modules: Iterable[Any]) -> Reached:
-    """Return what tells whether the tensors of a state are changed.
+    """Return what watches the tensors of a state for changes.
 
     torch counts no changes that `foreach` functions and optimizers make to DTensors. So only those
     are watched that belong to an optimizer: before its step it asks.

@@ -24,7 +24,7 @@ class StateSummary(NamedTuple):
     """What a rank says of its state.
 
     Attributes:
-        node: what tells the nodes apart.
+        node: name of the rank's node.
         kept: name of the plan of its last save, b"" if there is none.
         ranges, grids: of its `Table`.
         digest, sums: see `Agreement`.
@@ -47,7 +47,7 @@ class SaveDecision(NamedTuple):
         plan: None: the one that all have from the last save; then the next two are empty.
         ranges: of each FlatShard: rank, first element, end.
         grids: see `Table`; of all ranks.
-        place: of the new file.
+        file: the new one.
         sync_alone: the ranks are on several nodes: each syncs what it wrote.
     """
 
@@ -56,16 +56,16 @@ class SaveDecision(NamedTuple):
     plan: FilePlan | None
     ranges: Ranges
     grids: list[Grids]
-    place: FileIdentity
+    file: FileIdentity
     sync_alone: bool
 
 
-def decided(found: Sequence[StateSummary], plan: FilePlan, place: FileIdentity) -> SaveDecision:
+def decided(found: Sequence[StateSummary], plan: FilePlan, file: FileIdentity) -> SaveDecision:
     """Return rank 0's decision.
 
     Args:
         found: of all ranks.
-        plan, place: of the new file.
+        plan, file: the new one.
     """
     ranges: Ranges = {}
     for rank, one in enumerate(found):
@@ -86,7 +86,7 @@ def decided(found: Sequence[StateSummary], plan: FilePlan, place: FileIdentity) 
         plan=None if kept else plan,
         ranges={} if kept else ranges,
         grids=[] if kept else grids,
-        place=place,
+        file=file,
         sync_alone=len({one.node for one in found}) > 1,
     )
 

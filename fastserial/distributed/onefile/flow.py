@@ -1,7 +1,7 @@
-"""The bytes of a load: from the file to whoever wants them.
+"""The bytes of a load: from the file to the ranks that want them.
 
-What one rank alone wants it reads itself, straight to its place where that is possible. What
-several want one of them reads, a window at a time, and sends on, while it reads the next window.
+What only one rank wants, it reads itself, directly into the target where that is possible. What
+several want, one of them reads, a window at a time, and sends it on while it reads the next one.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Flow:
         common = [share for share in shares if len(share.members) > 1]
         if not common:
             return
-        self._traffic.agree()  # who waits here, waits as long as the others show signs of life
+        self._traffic.agree()  # here a rank waits as long as the others are alive
         here = self._traffic.rank
         links = {(share.owner, member) for share in common for member in share.members}
         size = _window_size(links, self._traffic.size)
@@ -167,7 +167,7 @@ class Flow:
             if (owner, here) in links
         }
         mine = windows.get(here, [])
-        outgoing = self._told(links, incoming, mine)
+        outgoing = self._wishes(links, incoming, mine)
         with ThreadPoolExecutor(1, "fastserial-window") as pool:
             ahead = _WindowReader(pool, self._parts, mine, outgoing)
             for number in range(max(map(len, windows.values()))):
@@ -178,10 +178,10 @@ class Flow:
                     {rank: rows[number] for rank, rows in incoming.items() if number < len(rows)},
                 )
 
-    def _told(
+    def _wishes(
         self, links: set[tuple[int, int]], incoming: Mapping[int, Pieces], mine: Sequence[Window]
     ) -> dict[int, Pieces]:
-        """Tell each owner what this rank wants of it; return what others want of this one."""
+        """Send each owner what this rank wants of it; return what others want of this one."""
         here = self._traffic.rank
         wishes: dict[int, bytes] = {}
         for owner, rows in incoming.items():
@@ -251,23 +251,23 @@ class _WindowReader:
         self._parts = parts
         self._windows = windows
         self._outgoing = outgoing
-        self._buffers = [buffer_for(windows[place::2]) for place in range(2)]
-        self._under_way: Future[None] | None = None
+        self._buffers = [buffer_for(windows[first::2]) for first in range(2)]
+        self._reading: Future[None] | None = None
         self._start(0)
 
     def _start(self, number: int) -> None:
-        self._under_way = None
+        self._reading = None
         if number < len(self._windows):
             pieces = [piece for rows in self._outgoing.values() for piece in rows[number]]
-            self._under_way = self._pool.submit(
+            self._reading = self._pool.submit(
                 self._parts.read_window, self._windows[number], pieces, self._buffers[number % 2]
             )
 
     def take(self, number: int) -> torch.Tensor | None:
-        """Return window `number`, None behind the last; it is overwritten two calls later."""
-        if self._under_way is None:
+        """Return window `number`, None after the last; it is overwritten two calls later."""
+        if self._reading is None:
             return None
-        self._under_way.result()
+        self._reading.result()
         self._start(number + 1)
         return self._buffers[number % 2]
 

@@ -1,4 +1,4 @@
-"""torch pickles a sharded state as if it were whole, and we keep where every byte goes."""
+"""torch pickles a sharded state as if it were whole; stand-ins show where the bytes belong."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _NO_STORAGES = frozenset(
 
 
 class StandIns:
-    """What torch pickles in the place of tensors that no rank holds as a whole.
+    """What torch pickles instead of tensors that no rank holds as a whole.
 
-    They are made of a table, and do for every state whose table is the same (`facts`). None of a
+    They are made of a table, and fit every state whose table is the same (`facts`). None of a
     state's own tensors is kept.
     """
 

@@ -110,7 +110,7 @@ class FileLayout:
         return last if isinstance(last.source, Trailer) else None
 
     def bytes_at(self, offset: int, length: int) -> torch.Tensor:
-        """Return the zip's bytes at a place of the file, with 0 for checksums not known yet."""
+        """Return the zip's bytes in a range of the file, with 0 for checksums not known yet."""
         text = b"".join(
             memoryview(extent.source.data)[extent.start : extent.start + extent.length]
             for extent in self.extents_at(offset, length)
@@ -119,7 +119,7 @@ class FileLayout:
         return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def extents_at(self, offset: int, length: int) -> Iterator[Extent]:
-        """Return the extents that are the zip's bytes at a place of the file."""
+        """Return the extents that are the zip's bytes in a range of the file."""
         first = max(bisect_right(self._starts, offset) - 1, 0)
         stop = bisect_right(self._starts, offset + length)
         return clip(self.plan.extents[first:stop], offset, offset + length)

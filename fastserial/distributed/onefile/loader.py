@@ -20,7 +20,7 @@ from fastserial.distributed.plan.matching import Match, file_leaves, path_name, 
 from fastserial.distributed.plan.owners import ReadShare, block_bytes, share_out
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.reading.part_reader import PartReader
-from fastserial.distributed.sharding.file_index import FileIndex, fingerprint, index_of_file, unpack
+from fastserial.distributed.sharding.file_index import FileIndex, fingerprint, index_of_file
 from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMismatchError
 from fastserial.interrupts import finish
 from fastserial.loading.reader import FastFileReader
@@ -29,7 +29,7 @@ from fastserial.reports import Latency, LoadReport, RankReport, publish_load
 
 __all__ = ["load"]
 
-_SHOWN = 20  # keys, and mismatches, that an error tells
+_SHOWN = 20  # keys, and mismatches, that an error names
 _RACES = 8  # so often the file may be replaced while the ranks open it
 _HALFWAY = "What was to be filled is filled in part: load it again before you use it"
 
@@ -49,8 +49,8 @@ def load(
         target = {"model": model, "step": 0}
         distributed.load("ckpt.pt", target)  # on every rank
 
-    Any file that `torch.load` reads with `weights_only=True` will do, whoever wrote it: stock
-    torch or `save`, zip or legacy, whatever the placement it was saved from. Only the bytes that
+    The file is any that `torch.load` reads with `weights_only=True`: of stock torch or of `save`,
+    zip or legacy, saved from any placement. Only the bytes that
     some rank needs are read, each by one rank, which sends it on.
 
     Args:
@@ -135,7 +135,7 @@ class _Read(NamedTuple):
 
 
 class _LoadResult(NamedTuple):
-    """What came of it: what is damaged, if anything is; and whether all checksums were compared."""
+    """What is damaged, if anything is; and whether all checksums were compared."""
 
     damage: str
     verified: bool
@@ -146,7 +146,7 @@ class _LoadTask:
     """One load on one rank.
 
     Attributes:
-        is_filling: what is to be filled may be changed by now.
+        is_filling: tensors may have been changed.
     """
 
     def __init__(
@@ -216,12 +216,11 @@ class _LoadTask:
         If another process replaces the file in between, they try again.
         """
 
-        def read(_: Sequence[bytes]) -> bytes:
-            reader = self._open()
-            return index_of_file(reader.fd, self.path).pack()
+        def read(_: list[Any]) -> FileIndex:
+            return index_of_file(self._open().fd, self.path)
 
         for left in reversed(range(_RACES)):
-            index = unpack(self._traffic.consult(b"", read))
+            index: FileIndex = self._traffic.decide(None, read)
             reader = self._open()
             same = (
                 reader.size == index.size
@@ -271,10 +270,10 @@ class _LoadTask:
     # -- bytes ---------------------------------------------------------------------------------
 
     def fill(self) -> _LoadResult:
-        """Read and exchange all bytes; put in place what is not a tensor's memory.
+        """Read and exchange all bytes; set what is not a tensor's memory.
 
         Returns:
-            What came of it, the same on all ranks.
+            The result, the same on all ranks.
         """
         self.is_filling = True
         self._move()
@@ -378,14 +377,14 @@ class _LoadTask:
         return report
 
 
-def _by_rank(told: Sequence[Sequence[str]]) -> list[str]:
-    """Return what the ranks tell, each text once, with the ranks unless it is all of them."""
+def _by_rank(texts_of_ranks: Sequence[Sequence[str]]) -> list[str]:
+    """Return the texts of all ranks, each once, with the ranks unless it is all of them."""
     ranks: dict[str, list[int]] = {}
-    for rank, texts in enumerate(told):
+    for rank, texts in enumerate(texts_of_ranks):
         for text in texts:
             ranks.setdefault(text, []).append(rank)
     return [
-        text if len(who) == len(told) else f"{text} (rank {', '.join(map(str, who))})"
+        text if len(who) == len(texts_of_ranks) else f"{text} (rank {', '.join(map(str, who))})"
         for text, who in ranks.items()
     ]
 

@@ -2,10 +2,10 @@
 
 1. Each rank makes the table of its state, or takes the last save's if nothing changed, and rank 0
    lays the file out over memory that is never touched.
-2. If the tables are alike, rank 0 makes the new file and sends the places of the records, or says
-   that the last plan does. Each rank makes its own schedule and opens the file.
+2. If the tables are alike, rank 0 makes the new file and sends the offsets of the records, or says
+   that the last plan holds. Each rank makes its own schedule and opens the file.
 3. The bytes flow.
-4. Rank 0 hears the checksums, writes what needs them, syncs, renames.
+4. Rank 0 gets the checksums, writes what needs them, syncs, renames.
 
 The messages of a save (`Traffic.consult`): what the ranks have, and the decision; what differs, if
 something does; that all are ready; what was written. With `merge="union"` the states first.
@@ -68,7 +68,7 @@ _SMALLEST_TILE = 64 * 1024
 
 
 class _Written(NamedTuple):
-    """What a rank tells at the end."""
+    """What a rank sends at the end."""
 
     crcs: list[Crc]
     report: RankReport
@@ -81,7 +81,7 @@ class _KeptPlan:
     Attributes:
         facts: what the table depends on; None: that is not known.
         table: of the state.
-        stand_ins: on rank 0: what is pickled in the place of tensors.
+        stand_ins: on rank 0: what is pickled instead of tensors.
         name, plan, specs, made: the plan, the tensors as all ranks hold them, and what this rank
             does.
     """
@@ -125,10 +125,10 @@ def save(
             DTensors, FlatShards, modules and optimizers (these with their modules). What is no
             tensor, the buffers of modules, and plain tensors of less than 1 MiB, count as rank 0
             has them; larger plain tensors have to be equal on all ranks (option `compare`). No
-            rank may have a key that rank 0 has not.
+            rank may have a key that rank 0 does not have.
         path: on a file system that all ranks see. As rank 0 gives it.
         group: the ranks that save; by default all.
-        writers: who writes: all ranks, one of each node, or so many.
+        writers: which ranks write: all, one of each node, or a number of them.
         timeout: seconds after which a rank that is not heard from counts as lost.
         merge: "union": ranks may have different keys, as the stages of a pipeline do; the file has
             all of them, in the order of the ranks.
@@ -179,7 +179,7 @@ class SaveTask:
         self._makes_file = True
 
     def run(self, obj: object) -> SaveReport:
-        """Save; return what this rank knows of it."""
+        """Save; return this rank's report."""
         self.prepare(obj)
         return self.finish()
 
@@ -195,7 +195,7 @@ class SaveTask:
             if kept.plan is None or kept.made is None:
                 raise ValueError("rank 0 sent no plan")
             if self._new is None:
-                self._opened = OpenedFile(decision.place)
+                self._opened = OpenedFile(decision.file)
         planned = perf_counter()
         traffic.agree()
         phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
@@ -211,10 +211,10 @@ class SaveTask:
         """Return the bytes of the file that would be written, and write none. Collective."""
         self._makes_file = False
         _, _, _, decision = self._plan(obj)
-        return decision.place.nbytes
+        return decision.file.nbytes
 
     def freeze(self, taken: Snapshot) -> None:
-        """Take what is to be saved as it is now, between `prepare` and `finish`."""
+        """Take a snapshot of what is to be saved, between `prepare` and `finish`."""
         self._prepared.writer.freeze(taken)
 
     def finish(self, check: Callable[[], object] | None = None) -> SaveReport:
@@ -293,11 +293,11 @@ class SaveTask:
             raise ValueError("only rank 0 decides")
         writers = writing_ranks(self._writers, [one.node for one in found])
         plan, nbytes = self._laid_out.file_plan(writers), self._laid_out.plan.nbytes
-        place = FileIdentity("", 0, nbytes)
+        file = FileIdentity("", 0, nbytes)
         if self._makes_file:
             self._new = NewFile(self.path, self.config)
-            place = self._new.place(nbytes)
-        return decided(found, plan, place)
+            file = self._new.allocate(nbytes)
+        return decided(found, plan, file)
 
     def _write(
         self, writer: ShardWriter, nbytes: int, decision: SaveDecision, phases: dict[str, float]
@@ -305,7 +305,7 @@ class SaveTask:
         """Write this rank's part; return what rank 0 has to know of it."""
         traffic, opened = self._traffic, self._opened
         exchange = Exchange(traffic)
-        fd = opened.fd if opened is not None else self._new.fd if self._new is not None else -1
+        fd = opened.fd if opened is not None else self._new.file.fd if self._new is not None else -1
         outcome = writer.write(fd, self.config, exchange, lambda nbytes: traffic.alive())
         syncing = perf_counter()
         if decision.sync_alone and opened is not None and self.config.durable:
@@ -329,9 +329,9 @@ class SaveTask:
         for found in done[1:]:
             writer.ledger.merge(found.crcs)
         began = perf_counter()
-        writer.seal(self._new.fd)
-        self._new.sync()
-        self._new.commit()
+        writer.seal(self._new.file.fd)
+        self._new.file.sync()
+        self._new.file.commit()
         self._reports[0].phases["sync"] += perf_counter() - began
 
     def _report(self, decision: SaveDecision, mine: RankReport, outcome: Outcome) -> SaveReport:
@@ -339,12 +339,12 @@ class SaveTask:
         return SaveReport(
             path=self.path,
             container="zip",
-            bytes=decision.place.nbytes,
+            bytes=decision.file.nbytes,
             seconds=perf_counter() - self._began,
             engine=outcome.engine,
             direct=outcome.direct,
-            durable=new.durable if new is not None else config.durable,
-            fallback=(new.fallback if new is not None else None) or outcome.fallback,
+            durable=new.file.durable if new is not None else config.durable,
+            fallback=(new.file.fallback if new is not None else None) or outcome.fallback,
             block_size=config.block_size,
             queue_depth=config.queue_depth,
             threads=config.threads,
@@ -362,13 +362,13 @@ class SaveTask:
         return write_error(error.errno or errno.EIO, self.path, None)
 
     def give_up(self) -> None:
-        """Remove the new file: whoever is left does it, while it holds the file open.
+        """Remove the new file: every rank that is left does it, while it holds the file open.
 
         So the file of a later save cannot be taken for it.
         """
         steps: list[Callable[[], object]] = []
         if self._new is not None:
-            steps.append(self._new.discard)
+            steps.append(self._new.file.discard)
         if self._opened is not None:
             steps += [self._opened.remove, self._opened.close]
         finish(*steps)

@@ -1,4 +1,4 @@
-"""Writes this rank's part of the file: its own memory while tiles travel, and the tiles."""
+"""Writes this rank's part of the file: its own memory while tiles are exchanged, and the tiles."""
 
 from __future__ import annotations
 
@@ -200,10 +200,10 @@ class ShardWriter:
                 }
             self._write(out, _first(own, share))
             with self._timed("exchange"):
-                come = exchange.begin(sends, receives)
+                receive = exchange.begin(sends, receives)
             self._write(out, _first(own, share))
             with self._timed("exchange"):
-                come()
+                receive()
             if 0 < index < len(rounds) - 1:
                 with self._timed("write"):
                     out.release_sources()  # the tile before is written, and free for the next round
@@ -239,7 +239,7 @@ class ShardWriter:
     def _held_as(
         self, move: Move, cut: Callable[[torch.Tensor, Box, Overlap], _Cut]
     ) -> _Cut | torch.Tensor:
-        """Return what this rank sends of a move, cut from its memory in one of the two ways."""
+        """Return what this rank sends of a move, cut from its memory as a run or as a view."""
         if move.overlap is None or move.box is None:
             return self._held_alone(move.piece)
         view, whole = self._part_of(move.piece, move.overlap)

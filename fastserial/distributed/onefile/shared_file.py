@@ -1,4 +1,4 @@
-"""The file that all ranks write: made by rank 0 beside the target, opened by the others."""
+"""The file that all ranks write: made by rank 0 in the target's folder, opened by the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ class FileIdentity(NamedTuple):
 
 
 class NewFile:
-    """Rank 0's: a file that takes the target's place at `commit`; `fd` is its descriptor."""
+    """The file of rank 0.
+
+    Attributes:
+        file: it replaces the target at `commit`.
+    """
 
     def __init__(self, path: str, config: Config) -> None:
         """Create it, empty, under a temporary name.
@@ -40,77 +44,50 @@ class NewFile:
         """
         self._config = config
         self._needed = 0
-        self._file = required(open_path(path, config.durable, named=True), path)
+        self.file = required(open_path(path, config.durable, named=True), path)
 
-    @property
-    def fd(self) -> int:
-        return self._file.fd
-
-    @property
-    def durable(self) -> bool:
-        return self._file.durable
-
-    @property
-    def fallback(self) -> str | None:
-        return self._file.fallback
-
-    def place(self, nbytes: int) -> FileIdentity:
+    def allocate(self, nbytes: int) -> FileIdentity:
         """Give the file its size, and return where the other ranks find it.
 
         Raises:
             OSError: there is no space.
         """
         self._needed = nbytes
-        self._file.begin()
-        reserve(self.fd, 0, nbytes, self._config)
-        os.ftruncate(self.fd, nbytes)
-        directory = os.path.dirname(os.path.abspath(self._file.target.path))
-        path = os.path.join(directory, self._file.named or "")
-        return FileIdentity(path, os.fstat(self.fd).st_ino, nbytes)
-
-    def sync(self) -> None:
-        self._file.sync()
-
-    def commit(self) -> None:
-        """Make it the target.
-
-        Raises:
-            OSError: the target is the old file still.
-        """
-        self._file.commit()
-
-    def discard(self) -> None:
-        """Remove it. Idempotent; does nothing after `commit`."""
-        self._file.discard()
+        self.file.begin()
+        reserve(self.file.fd, 0, nbytes, self._config)
+        os.ftruncate(self.file.fd, nbytes)
+        directory = os.path.dirname(os.path.abspath(self.file.target.path))
+        path = os.path.join(directory, self.file.named or "")
+        return FileIdentity(path, os.fstat(self.file.fd).st_ino, nbytes)
 
     def explained(self, error: OSError) -> WriteError:
         """Return a failed system call as an error that names the path and the remedy."""
         if isinstance(error, WriteError):
             return error
-        return save_error(error, self._file, self._needed)
+        return save_error(error, self.file, self._needed)
 
 
 class OpenedFile:
     """Another rank's: the file that rank 0 made."""
 
-    def __init__(self, place: FileIdentity) -> None:
+    def __init__(self, identity: FileIdentity) -> None:
         """Open it.
 
         Raises:
             WriteError: it is not there, or another one is: this rank sees another file system.
         """
-        self._place = place
+        self._identity = identity
         self._files = Descriptors()
         try:
-            self.fd = self._files.open(place.path, os.O_RDWR | os.O_NOFOLLOW)
+            self.fd = self._files.open(identity.path, os.O_RDWR | os.O_NOFOLLOW)
             found = os.fstat(self.fd)
         except OSError as error:
             self.close()
             number = error.errno or errno.EIO
-            raise write_error(number, place.path, _not_shared(error.strerror or "")) from error
-        if (found.st_ino, found.st_size) != (place.inode, place.nbytes):
+            raise write_error(number, identity.path, _not_shared(error.strerror or "")) from error
+        if (found.st_ino, found.st_size) != (identity.inode, identity.nbytes):
             self.close()
-            raise write_error(errno.ESTALE, place.path, _not_shared("another file is there"))
+            raise write_error(errno.ESTALE, identity.path, _not_shared("another file is there"))
 
     def sync(self) -> None:
         os.fsync(self.fd)
@@ -122,8 +99,8 @@ class OpenedFile:
     def remove(self) -> None:
         """Remove the new file, if rank 0 could not: it is no other than the one it made."""
         with contextlib.suppress(OSError):
-            if os.lstat(self._place.path).st_ino == self._place.inode:
-                os.unlink(self._place.path)
+            if os.lstat(self._identity.path).st_ino == self._identity.inode:
+                os.unlink(self._identity.path)
 
 
 def _not_shared(reason: str) -> str:

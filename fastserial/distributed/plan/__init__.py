@@ -1,1 +1,1 @@
-"""Who writes and who reads which bytes of a file: arithmetic that is the same on every rank."""
+"""Which rank writes or reads which bytes of a file: arithmetic, the same on every rank."""

@@ -1,7 +1,7 @@
-"""Who writes what several ranks have, or reads what several want: equal bytes for all.
+"""Which rank writes what several have, or reads what several want: equal bytes for all.
 
-What only one rank has, or wants, is its own. The rest is given out in groups of items that the
-same ranks have, those with few owners first: each group fills its owners up to the same level.
+What only one rank has, or wants, is its own. The rest is assigned in groups of items with the same
+owners, those with few owners first: each group fills its owners up to the same level.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Workload(NamedTuple):
     Attributes:
         nbytes: of it.
         owners: ranks that have it, or want it, in order.
-        rows: into so many equal parts it may be cut; 1: not at all.
+        rows: number of equal parts into which it may be cut; 1: not at all.
     """
 
     nbytes: int
@@ -40,12 +40,12 @@ class Assignment(NamedTuple):
 def assign(
     items: Sequence[Workload], ranks: int, before: Sequence[int] = (), least: int = _LEAST
 ) -> list[Assignment]:
-    """Return who writes or reads what; every row of every item once.
+    """Return which rank writes or reads what; every row of every item once.
 
     Args:
         items: to be written.
         ranks: how many there are.
-        before: bytes that each rank writes besides; nothing says none.
+        before: bytes that each rank writes already; by default none.
         least: bytes of a part that an item is cut into.
     """
     load = list(before) or [0] * ranks
@@ -70,7 +70,7 @@ def assign(
 
 
 def _rooms(loads: Sequence[int], total: int) -> list[int]:
-    """Return how many bytes each rank gets so that all come to the same level, if they can."""
+    """Return how many bytes each rank gets so that all reach the same level, if they can."""
     ordered = sorted(loads)
     level, rest = ordered[0], total
     for count, load in enumerate(ordered[1:], 1):

@@ -1,4 +1,4 @@
-"""Which ranks hold which part of a tensor, each element in one place of the list."""
+"""Which ranks hold which part of a tensor, as disjoint boxes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Cover(NamedTuple):
     Attributes:
         held: disjoint boxes.
         runs: those of them that are consecutive elements, in their order, with the ranks that have
-            all of it one behind the other.
+            all of it consecutively.
         parts: if there are none: elements of which each of the ranks has a part, and nobody else.
     """
 
@@ -51,7 +51,7 @@ class Cover(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def cover_of(shape: tuple[int, ...], holders: Mesh | Flat | None, size: int) -> Cover:
-    """Return who holds what of a tensor in a group of `size` ranks (`TensorSpec.held`).
+    """Return which ranks hold what of a tensor in a group of `size` ranks (`TensorSpec.held`).
 
     Raises:
         ValueError: nobody holds some of it.
@@ -69,10 +69,10 @@ def cover_of(shape: tuple[int, ...], holders: Mesh | Flat | None, size: int) -> 
         if isinstance(holders, Mesh):
             mesh, placed = holders._replace(grids=()), set()
             for grid in holders.grids:
-                for place, rank in enumerate(grid):
+                for index, rank in enumerate(grid):
                     if rank >= 0 and rank not in placed:
                         placed.add(rank)
-                        for box in boxes_at(shape, mesh, place):
+                        for box in boxes_at(shape, mesh, index):
                             boxes.setdefault(box, []).append(rank)
         elif whole.numel:
             boxes[whole] = list(range(size))

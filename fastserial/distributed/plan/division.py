@@ -1,9 +1,9 @@
-"""Who writes which blocks of the file: the same amount each, and of that, what it has.
+"""Which rank writes which blocks of the file: equally many each, those that it holds first.
 
 The file is cut at multiples of `GRAIN`, so that no page is written by two ranks. A writer gets the
-blocks that it alone holds, up to its share; those that several hold are shared out among them; a
-block between two goes to one of its neighbours, what lies in strides to those that hold parts of
-it. What is left goes to whoever has not its share yet, in file order.
+blocks that it alone holds, up to its share; blocks that several hold are divided among them. Then
+a block between two ranks' blocks is given to one of them, and strided data to those that hold parts
+of it. The rest is given to the ranks that have less than their share, in file order.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from fastserial.distributed.plan.covers import cover_of
+from fastserial.distributed.sharding.boxes import joined
 from fastserial.distributed.sharding.pieces import TensorSpec
 
 __all__ = ["GRAIN", "OwnedBlocks", "owned_blocks"]
@@ -42,14 +43,14 @@ def _blocks_in(first: int, stop: int) -> Blocks:
 
 
 def _divide(blocks: int, whole: Runs, parts: Runs, left: dict[int, int]) -> list[OwnedBlocks]:
-    """Return who writes what of a file, in its order.
+    """Return which rank writes what of a file, in its order.
 
     Args:
         blocks: of the file.
         whole: blocks of which each of some ranks has all, in the order in which they are given
             out; all runs are disjoint, those of `parts` too.
         parts: blocks of which each of several ranks has a part.
-        left: how many blocks each writer shall have; what it gets is taken off.
+        left: how many blocks each writer still gets; updated.
     """
     found: list[OwnedBlocks] = []
     _share(found, whole, left, True)
@@ -86,7 +87,7 @@ def _gaps(blocks: int, found: Sequence[OwnedBlocks]) -> Iterator[tuple[int, int,
 
 
 def _rest(gaps: Iterable[tuple[int, int, int, int]], left: dict[int, int]) -> list[OwnedBlocks]:
-    """Give the gaps to whoever has not its share, in file order."""
+    """Give the gaps to ranks that have less than their share, in file order."""
     found: list[OwnedBlocks] = []
     writers = iter([rank for rank, count in left.items() if count])
     rank = -1
@@ -111,7 +112,7 @@ def owned_blocks(
     specs: Sequence[TensorSpec],
     size: int,
 ) -> list[OwnedBlocks]:
-    """Return who writes what, in file order: the same on every rank.
+    """Return which rank writes what, in file order: the same on every rank.
 
     Args:
         nbytes, records, writers: see `FilePlan`.
@@ -150,18 +151,9 @@ def owned_blocks(
             if begin < end:
                 parts.append((begin, end, ranks))
     of_rank_0.append((at, blocks * GRAIN))
-    whole = [*sorted([*alone, *_joined(of_rank_0)]), *several]
+    for begin, end in joined(of_rank_0):  # small ones side by side fill blocks
+        first, stop = _blocks_in(begin, end)
+        if first < stop:
+            alone.append((first, stop, _RANK_0))
+    whole = [*sorted(alone), *several]
     return _divide(blocks, whole, parts, left)
-
-
-def _joined(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yield the blocks in ranges of bytes that rank 0 has; small ones side by side fill blocks."""
-    first = stop = -1
-    for begin, end in [*sorted(ranges), (-1, -1)]:
-        if begin == stop:
-            stop = end
-            continue
-        blocks = _blocks_in(first, stop)
-        if blocks[0] < blocks[1]:
-            yield *blocks, _RANK_0
-        first, stop = begin, end

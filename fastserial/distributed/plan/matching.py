@@ -1,4 +1,4 @@
-"""What a file holds against what is to be filled: key by key, before the first byte is read."""
+"""Compares a file with what is to be filled, key by key, before the first byte is read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TensorMatch(NamedTuple):
 
 @dataclass
 class Match:
-    """What is to be done on this rank. Nothing has been changed yet.
+    """What a load does on this rank. Nothing is changed before `finish`.
 
     Attributes:
         jobs: what to read.
@@ -73,7 +73,7 @@ class Match:
                 self._take(into, index, item, other, (index,))
 
     def finish(self) -> None:
-        """Put in place what is not a tensor's memory, once the bytes are there."""
+        """Set what is not a tensor's memory, once the bytes are read."""
         for job in self.jobs:
             local = job.held.local
             if not local.is_inference():
@@ -86,7 +86,7 @@ class Match:
     # -- key by key ------------------------------------------------------------------------------
 
     def _compare(self, into: Any, there: Any, path: Path) -> Any:
-        """Compare a value with the file's; return what stands in its place once it is loaded."""
+        """Compare a value with the file's; return what replaces it once it is loaded."""
         if is_live(into):
             live = LiveState(into, self.modules, self.nest)
             self._live.append(live)
@@ -107,7 +107,7 @@ class Match:
         return into
 
     def _take(self, into: Any, key: Any, item: Any, new: Any, path: Path) -> None:
-        """Let a container have something in the place of an item, if that is another one."""
+        """Replace an item of a container, if the new one is another object."""
         if new is item:
             return
         if isinstance(into, MutableMapping | list):
@@ -221,7 +221,7 @@ class Match:
         """Return a value of the file with new tensors in it, which are filled like others.
 
         Args:
-            like: what tensors of its shape are to be like: split, and on its device.
+            like: tensors of its shape are made like it: split in the same way, on its device.
         """
         if isinstance(there, FileTensor):
             if there.problem is not None:
@@ -271,7 +271,7 @@ class Match:
 
 
 def _is_apart(tensor: FileTensor) -> bool:
-    """Tell whether each element of a tensor has memory of its own."""
+    """Return whether each element of a tensor has memory of its own."""
     end = 0
     for step, size in sorted(zip(tensor.stride, tensor.shape, strict=True)):
         if size > 1 and step <= end:
@@ -281,13 +281,13 @@ def _is_apart(tensor: FileTensor) -> bool:
 
 
 def _are_values(into: Any, there: Any) -> bool:
-    """Tell whether two containers of a kind are plain values: no tensor is in either."""
+    """Return whether two containers of a kind are plain values: no tensor is in either."""
     alike = any(isinstance(into, kind) and isinstance(there, kind) for kind in (Mapping, _LISTS))
     return alike and not _holds_tensors(into) and not _holds_tensors(there)
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Tell whether a tensor, module or optimizer is in a container."""
+    """Return whether a tensor, module or optimizer is in a container."""
     return any(
         isinstance(item, FileTensor) or is_leaf(item) or is_live(item)
         for _, item in walk(value, once=True, objects=True)
@@ -295,7 +295,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _fits(parameter: torch.Tensor, state: Any) -> bool:
-    """Tell whether a parameter's state can be made from what the file says of it.
+    """Return whether a parameter's state can be made from what the file says of it.
 
     How tensors of other shapes are split is known to the optimizer of a split parameter only.
     """

@@ -1,4 +1,4 @@
-"""Who reads which part of the file.
+"""Which rank reads which part of the file.
 
 The file is cut into aligned blocks. What only one rank needs it reads itself; what several need
 is divided among them, so that all of them read about as many bytes. No block is read by two.
@@ -58,7 +58,7 @@ class ReadShare(NamedTuple):
 
 
 def share_out(maps: Sequence[bytes | bytearray], block: int) -> list[ReadShare]:
-    """Divide what is needed among those who need it.
+    """Divide what is needed among the ranks that need it.
 
     Args:
         maps: of each rank.

@@ -1,10 +1,10 @@
 """What this rank does in a save: which of its memory it writes, and which bytes travel when.
 
 Every rank makes its own schedule from the same plan; what one sends, another one expects. Blocks
-that their owner has not, or not as they are in the file, it puts together in tiles. All such blocks
-of an owner, one behind the other, are its stream; a round is a tile of every stream.
+that their owner does not hold, or not in the file's order, it assembles in tiles. All such blocks
+of an owner, in file order, are its stream; a round is a tile of every stream.
 
-A schedule holds ranges of the file only. The moves of a round are made when its turn comes.
+A schedule holds ranges of the file only. The moves of a round are made when it is due.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from fastserial.distributed.plan.covers import Cover, HeldBox, cover_of
 from fastserial.distributed.plan.division import GRAIN, owned_blocks
-from fastserial.distributed.sharding.boxes import Box, Overlap, overlaps
+from fastserial.distributed.sharding.boxes import Box, Overlap, joined, overlaps
 from fastserial.distributed.sharding.pieces import TensorSpec
 from fastserial.memory.held_settings import paused_collection
 
@@ -28,11 +28,11 @@ _ALIGN = 16
 
 
 class FilePlan(NamedTuple):
-    """The file, as rank 0 tells all ranks.
+    """The file, as rank 0 sends it to all ranks.
 
     Attributes:
         nbytes: its size.
-        records: those with data, in file order: number, source, place in the file, bytes. A
+        records: those with data, in file order: number, source, offset in the file, bytes. A
             source below 0 is one that rank 0 alone has.
         writers: the ranks that write.
         checksums: whether the file has CRC-32s.
@@ -48,7 +48,7 @@ class FileRange(NamedTuple):
     """Bytes of the file that belong to one record, or lie between two.
 
     Attributes:
-        offset, length: place in the file (bytes).
+        offset, length: in the file (bytes).
         record: number of the record; CONTAINER between two.
         source: of the record.
         start: of the piece in the record (bytes).
@@ -66,7 +66,7 @@ class Move(NamedTuple):
 
     Attributes:
         piece: of the file.
-        tile: where it begins in the tile (bytes); the owner's own matter.
+        tile: where it begins in the tile (bytes), which only the owner uses.
         box: what the sender holds, and the part of it that travels; None for the container.
         overlap: where it is in the piece.
     """
@@ -82,8 +82,8 @@ class Round:
     """One tile for each owner.
 
     Attributes:
-        sends: what goes to each rank.
-        receives: what comes from each rank.
+        sends: moves to each rank.
+        receives: moves from each rank.
         pieces: what the tile of this rank then holds, and from which of its bytes on.
     """
 
@@ -96,29 +96,29 @@ class Stream:
     """Blocks that an owner puts together, as far as they concern this rank."""
 
     def __init__(self) -> None:
-        self._places: list[int] = []  # where each range of blocks begins in the stream (bytes)
+        self._starts: list[int] = []  # where each range of blocks begins in the stream (bytes)
         self._ranges: list[tuple[int, int]] = []  # of the file (bytes)
         self._end = 0
 
-    def add(self, place: int, first: int, stop: int) -> None:
-        """Append a range of the file that begins at a place of the stream."""
-        if self._ranges and self._ranges[-1][1] == first and self._end == place:
+    def add(self, start: int, first: int, stop: int) -> None:
+        """Append a range of the file that begins at byte `start` of the stream."""
+        if self._ranges and self._ranges[-1][1] == first and self._end == start:
             self._ranges[-1] = self._ranges[-1][0], stop
         else:
-            self._places.append(place)
+            self._starts.append(start)
             self._ranges.append((first, stop))
-        self._end = place + stop - first
+        self._end = start + stop - first
 
     def tiles(self, nbytes: int) -> range:
         """Return the numbers of the tiles from its first to its last."""
-        return range(self._places[0] // nbytes, -(-self._end // nbytes))
+        return range(self._starts[0] // nbytes, -(-self._end // nbytes))
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Return which bytes of the file are in bytes [begin, end) of the stream."""
-        at = max(bisect_right(self._places, begin) - 1, 0)
-        while at < len(self._places) and self._places[at] < end:
+        at = max(bisect_right(self._starts, begin) - 1, 0)
+        while at < len(self._starts) and self._starts[at] < end:
             first, stop = self._ranges[at]
-            shift = first - self._places[at]
+            shift = first - self._starts[at]
             first, stop = max(first, begin + shift), min(stop, end + shift)
             if first < stop:
                 yield first, stop
@@ -176,16 +176,16 @@ class Schedule:
                     self._note(found, piece, at, owner)
                     at += piece.length + -piece.length % _ALIGN
         for moves in (*found.sends.values(), *found.receives.values()):
-            # Sender and owner cut pieces at different places, so the order must not depend on that.
-            moves.sort(key=_place)
+            # Sender and owner cut pieces differently, so the order must not depend on that.
+            moves.sort(key=_elements_of)
         return found
 
     def _fill(self) -> None:
         """Enter what this rank writes, and what it sends."""
         plan, rank, nbytes = self._plan, self._rank, self._plan.nbytes
-        near = _joined(self._extents())
+        near = joined(self._extents())
         ends = [stop for _, stop in near]
-        places: dict[int, int] = {}
+        ends_of: dict[int, int] = {}
         owned = owned_blocks(nbytes, plan.records, plan.writers, self._specs, self._size)
         for begin, end, owner, as_it_is in owned:
             first, stop = begin * GRAIN, min(end * GRAIN, nbytes)
@@ -193,16 +193,16 @@ class Schedule:
                 if owner == rank:
                     self._direct.append((first, stop))
                 continue
-            place = places.get(owner, 0)
-            places[owner] = place + stop - first
+            start = ends_of.get(owner, 0)
+            ends_of[owner] = start + stop - first
             at = bisect_right(ends, first)
             if owner == rank or (at < len(near) and near[at][0] < stop):
-                self.streams.setdefault(owner, Stream()).add(place, first, stop)
+                self.streams.setdefault(owner, Stream()).add(start, first, stop)
         self._direct.sort()
-        self.nbytes = sum(stop - first for first, stop in self._direct) + places.get(rank, 0)
+        self.nbytes = sum(stop - first for first, stop in self._direct) + ends_of.get(rank, 0)
 
     def _extents(self) -> Iterator[tuple[int, int]]:
-        """Yield bytes of the file, in its order, outside which this rank has nothing."""
+        """Yield ranges of the file, in its order, that contain all that this rank holds."""
         rank, at = self._rank, 0
         known: dict[int, bool] = {}
         for _, source, offset, length in self._plan.records:
@@ -281,7 +281,7 @@ class Schedule:
                     found.receives.setdefault(sender, []).append(move)
 
     def _cover(self, spec: TensorSpec) -> tuple[Cover, list[HeldBox]]:
-        """Return who holds what of a tensor, and what of it this rank holds."""
+        """Return which ranks hold what of a tensor, and what this rank holds."""
         found = self._covers.get(id(spec))
         if found is None:
             cover = cover_of(spec.shape, spec.held, self._size)
@@ -290,25 +290,14 @@ class Schedule:
         return found
 
 
-def _place(move: Move) -> tuple[int, tuple[int, ...]]:
-    """Return which elements a move is of, whatever its piece: they come in the file's order."""
+def _elements_of(move: Move) -> tuple[int, tuple[int, ...]]:
+    """Return which elements a move is of, whatever its piece: they are sent in the file's order."""
     return move.piece.record, move.box.offsets if move.box is not None else ()
 
 
 @lru_cache(maxsize=4096)  # tensors of a model are alike
 def _overlaps(shape: tuple[int, ...], first: int, stop: int, box: Box) -> tuple[Overlap, ...]:
     return tuple(overlaps(shape, first, stop, box))
-
-
-def _joined(extents: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return extents in their order, those that touch as one."""
-    found: list[tuple[int, int]] = []
-    for first, stop in sorted(extents):
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        elif first < stop:
-            found.append((first, stop))
-    return found
 
 
 def schedule(

@@ -1,1 +1,1 @@
-"""Connections between ranks: messages, errors that all hear of, exchange of bytes."""
+"""Connections between ranks: messages, errors that are raised on all, exchange of bytes."""

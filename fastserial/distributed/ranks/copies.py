@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -17,11 +17,11 @@ from fastserial.distributed.ranks.exchange import as_integers
 from fastserial.formats.storages import reach
 from fastserial.memory.storages import synchronize
 
-__all__ = ["Copy", "checksums", "differing", "ranks_in_words"]
+__all__ = ["checksums", "differing", "ranks_in_words"]
 
-_Key = TypeVar("_Key", int, str)  # of a tensor: its place among the leaves, or its name
+_Key = TypeVar("_Key", int, str)  # of a tensor: its number among the leaves, or its name
 
-# Sampled are so many spots of so many bytes, the first and the last bytes among them.
+# The sample: spots of the same size, the first and the last bytes among them.
 _SPOTS = 8
 _SPOT = 512
 _SAMPLE = _SPOTS * _SPOT
@@ -30,27 +30,15 @@ _CHUNK = 16 * 1024 * 1024  # bytes that are brought to the host at once to be co
 _SHOWN = 8  # ranks that an error names
 
 
-class Copy(NamedTuple):
-    """A plain tensor that several ranks have.
-
-    Attributes:
-        leaf: its number among the leaves.
-        shared: several ranks write parts of it; else one rank's counts.
-    """
-
-    leaf: int
-    shared: bool
-
-
-def differing(told: Sequence[Mapping[_Key, int]]) -> dict[_Key, list[int]]:
-    """Return the tensors whose copies differ, each with the ranks that have not the first one's.
+def differing(every: Sequence[Mapping[_Key, int]]) -> dict[_Key, list[int]]:
+    """Return the tensors whose copies differ, each with the ranks that differ from the first one.
 
     Args:
-        told: the checksums of each rank.
+        every: the checksums of each rank.
     """
     first: dict[_Key, int] = {}
     found: dict[_Key, list[int]] = {}
-    for rank, sums in enumerate(told):
+    for rank, sums in enumerate(every):
         for leaf, checksum in sums.items():
             if first.setdefault(leaf, checksum) != checksum:
                 found.setdefault(leaf, []).append(rank)
@@ -105,7 +93,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _spots(nbytes: int) -> list[int]:
-    """Return where the sampled spots of so many bytes begin: between elements, of whatever size."""
+    """Return where the spots in `nbytes` bytes begin: between elements of any size."""
     step = (nbytes - _SPOT) // (_SPOTS - 1) // _WIDEST * _WIDEST
     return [*range(0, (_SPOTS - 1) * step, step), nbytes - _SPOT]
 
@@ -129,8 +117,8 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
         memory = integers.view(-1).view(torch.uint8)
         return torch.cat([memory[first : first + _SPOT] for first in firsts])
     spot = torch.arange(_SPOT // item, device="cpu")
-    places = torch.cat([spot + first // item for first in firsts])
-    at = [one.to(tensor.device) for one in torch.unravel_index(places, tensor.shape)]
+    indices = torch.cat([spot + first // item for first in firsts])
+    at = [one.to(tensor.device) for one in torch.unravel_index(indices, tensor.shape)]
     return integers[tuple(at)].view(torch.uint8)
 
 

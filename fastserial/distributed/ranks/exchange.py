@@ -39,13 +39,13 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 
 class HostRun(NamedTuple):
-    """Elements one behind the other in the host's memory; a few times faster than a view of them.
+    """Consecutive elements in host memory; a few times faster than a view of them.
 
     Attributes:
         address: of the first.
         nbytes: of all of them.
         item: bytes of one.
-        owner: the tensor whose memory that is.
+        owner: the tensor that has the memory.
     """
 
     address: int
@@ -93,7 +93,7 @@ def held_in_box(tensor: torch.Tensor, box: Box, overlap: Overlap) -> Elements:
 
 
 def is_as_it_lies(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements are in its storage one behind the other, as they are."""
+    """Return whether a tensor's elements are consecutive in its storage, in their order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -130,16 +130,16 @@ class Exchange:
         sends: Mapping[int, Sequence[Elements]],
         receives: Mapping[int, Sequence[Elements]],
     ) -> Callable[[], None]:
-        """Begin to move; call the result to wait until all has come. One at a time.
+        """Start to move; call the result to wait for the end. One exchange at a time.
 
-        What is sent is copied before this returns; what comes is in its place at the end.
+        What is sent is copied before this returns; what is received is complete at the end.
 
         Args:
             sends: for each rank that gets something from this one, runs of host memory, or views
                 of any strides, on any device.
             receives: for each rank that this one gets something from, where the same elements go,
                 in the same order; those of one size may be cut elsewhere. What a rank sends to
-                itself goes without a detour, cut alike; views of it have the same shapes.
+                itself is copied directly, cut alike; views of it have the same shapes.
 
         Raises:
             DistributedError: a rank failed, died or was silent for too long.
@@ -185,7 +185,7 @@ class Exchange:
 
 
 def packed(parts: Iterable[Elements]) -> int:
-    """Return what elements take on the way: one behind the other, each aligned to its size.
+    """Return the bytes of a message of elements: consecutive, each aligned to its size.
 
     So it does not matter where elements of one size are cut into parts.
     """
@@ -250,7 +250,7 @@ def _view(part: Elements, like: torch.Tensor) -> torch.Tensor:
 
 
 class GatheredMemory:
-    """A view on a device, or in strides, whose bytes are copied together as they are asked for."""
+    """A view on a device, or with strides; its bytes are copied together on request."""
 
     def __init__(self, view: torch.Tensor, base: int, nbytes: int) -> None:
         self.nbytes = nbytes

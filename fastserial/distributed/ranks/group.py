@@ -1,9 +1,8 @@
-"""The ranks' own way to talk: a gloo group beside the job's group, and errors that all learn of.
+"""Connections between ranks: a gloo group besides the job's, and errors that are raised on all.
 
-The job's group never carries our bytes, so it stays as it was whatever happens. A rank that fails
-writes the cause into the job's store and closes its connections; so the others do not wait for it,
-whatever they are doing, and raise the same error. After a failure the next call makes new
-connections.
+The job's group never carries bytes of fastserial, so no failure here affects it. A rank that fails
+writes the cause to the job's store and closes its connections; so the others stop waiting for it
+and raise the same error. After a failure the next call makes new connections.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from fastserial.overlap.threads_at import at_rest
 __all__ = ["Traffic", "collective", "node_name", "path_of", "traffic_of"]
 
 _FAILED = "failed"  # key of the failure in the store
-_FIRST = 1024  # bytes that every message begins with: its length, and of it what fits behind that
+_FIRST = 1024  # bytes that every message begins with: its length, and as much of it as fits
 _LENGTH = 8  # bytes of the length
-_ALIVE = -1  # instead of a length: more will come
+_ALIVE = -1  # instead of a length: the rank is alive, a message follows
 _DATA, _WORDS = 0, 1  # tags: bytes of tensors, messages
 _GRACE = 2.0  # seconds in which a rank that failed says why
 
@@ -55,14 +54,14 @@ def collective(
     """Do something on all ranks of a group: if one fails, all raise within seconds. Collective.
 
     Whatever can fail on one rank alone belongs inside: options, the user's `state_dict()`, folders,
-    opening files. It ends when every rank has come to its end. Do not nest two of the same use.
+    opening files. It ends when every rank has reached its end. Do not nest two of the same use.
 
     Args:
         group, timeout, use: as `traffic_of`.
         theirs: as `Traffic.together`.
 
     Raises:
-        DistributedError: see `Traffic.together`; or a rank does not come.
+        DistributedError: see `Traffic.together`; or a rank does not take part.
         ConfigError: this process is not in the group.
         RuntimeError: the process group has no store.
     """
@@ -94,13 +93,13 @@ def traffic_of(group: dist.ProcessGroup | None, timeout: float, use: str = "") -
     Args:
         group: of the job; None is all of it.
         timeout: seconds after which a rank that is not heard from counts as lost.
-        use: those of different uses have nothing to do with each other.
+        use: connections of different uses are separate.
 
     A process without a process group is alone.
 
     Raises:
         ConfigError: this process is not in the group.
-        DistributedError: a rank does not come.
+        DistributedError: a rank does not take part.
         RuntimeError: the process group has no store.
     """
     if not dist.is_initialized():
@@ -135,7 +134,7 @@ class Traffic:
         ranks: the group's rank of each global rank.
         timeout: seconds after which a rank that is not heard from counts as lost.
         kept: what calls keep for the next one.
-        idle: no save beside the program uses the connections; the next call waits for that.
+        idle: no background save uses the connections; the next call waits for that.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, store: Any, use: str = "") -> None:
@@ -148,9 +147,9 @@ class Traffic:
         self.idle.set()
         self._calls = 0
         self._generation = 0
-        self._sent: list[list[Any]] = []  # under way, as is what is awaited
+        self._sent: list[list[Any]] = []  # transfers in progress, as the next ones
         self._awaited: list[list[Any]] = []
-        self._beats: list[tuple[Any, Any]] = []  # sent, but perhaps not heard yet
+        self._beats: list[tuple[Any, Any]] = []  # sent, perhaps not received yet
         self._last_beat = 0.0
         self._name = use + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         self._job_store = store
@@ -188,7 +187,7 @@ class Traffic:
             self._group = self._connect()
 
     def _connect(self) -> Any:
-        """Return connections to all ranks, once all have come.
+        """Return connections to all ranks, once all ranks take part.
 
         Raises:
             DistributedError: a rank did not.
@@ -203,21 +202,21 @@ class Traffic:
         except RuntimeError as error:
             for rank in range(self.size):
                 if not self._store.check([f"came/{rank}"]):
-                    text = f"it did not come to the save or load within {self.timeout:g} seconds"
+                    text = f"it did not join the save or load within {self.timeout:g} seconds"
                     raise self.fail(rank, text) from error
             raise self.fail(self.rank, f"it cannot connect to the other ranks: {error}") from error
 
     def _wait_for_connected(self) -> None:
         """Wait until the others have their connections, too.
 
-        A rank that fails closes its own. gloo does not tell one that is still connecting: it would
-        wait for the timeout.
+        A rank that fails closes its own. gloo does not notify a rank that is still connecting: it
+        would wait for the timeout.
         """
         until = time.monotonic() + self.timeout
         if self._store.add("connected", 1) == self.size:
             self._store.set("all_connected", "1")
         while True:
-            failed = self._failed()  # first: who goes on with all connected may fail at once
+            failed = self._failed()  # first: a rank that continues may fail at once
             if self._store.check(["all_connected"]):
                 return
             if failed or time.monotonic() > until:
@@ -225,27 +224,27 @@ class Traffic:
             time.sleep(0.002)
 
     def fail(self, rank: int, cause: str, kind: int = -1) -> DistributedError:
-        """Tell all ranks of a failure and close the connections; return the error to raise.
+        """Publish a failure and close the connections; return the error to raise.
 
-        Who was first is right: the error may be an older one.
+        The first failure counts: the error may be an older one.
 
         Args:
             kind: of the error, see `distributed_kind`.
         """
         text = json.dumps([self._calls, rank, cause, kind])
         with contextlib.suppress(RuntimeError):  # the store's host may be the one that died
-            told = self._store.compare_set(_FAILED, "", text)
-            _, rank, cause, kind = json.loads(bytes(told).decode())
+            stored = self._store.compare_set(_FAILED, "", text)
+            _, rank, cause, kind = json.loads(bytes(stored).decode())
         self._closed = True
         self._finish_sending()
         self._drop()
         return distributed_error(rank, cause, kind)
 
     def _finish_sending(self) -> None:
-        """Let messages that have begun come to their ends, for `_GRACE` seconds.
+        """Wait for messages that are being sent, for `_GRACE` seconds.
 
-        gloo does not tell whoever is in the middle of receiving one that the sender has closed the
-        connection: he would wait until the timeout.
+        gloo does not notify a rank that is receiving one that the sender has closed the
+        connection: it would wait until the timeout.
         """
         until = time.monotonic() + _GRACE
         for work in [work for holder in self._sent for work in holder]:
@@ -270,7 +269,7 @@ class Traffic:
         return self._start(rank, data, _DATA, out=False)
 
     def alive(self) -> None:
-        """Let the others know that this rank is busy: call it often during long work."""
+        """Show the others that this rank is alive: call it often during long work."""
         now = time.monotonic()
         if self.size == 1 or now - self._last_beat < self.timeout / 4:
             return
@@ -321,16 +320,16 @@ class Traffic:
         return found
 
     def agree(self) -> None:
-        """Return when every rank came here without an error.
+        """Return when every rank got here without an error.
 
         Raises:
-            DistributedError: a rank failed, or does not come.
+            DistributedError: a rank failed, or does not get here.
         """
         self.consult(b"", lambda _: b"")
 
     @contextlib.contextmanager
     def together(self, theirs: bool = False) -> Iterator[None]:
-        """Do something that may fail on one rank: then the other ranks learn it, too.
+        """Do something that may fail on one rank: then it is an error on all.
 
         Args:
             theirs: it is the user's code: all its errors are raised as they are on this rank, and
@@ -343,7 +342,7 @@ class Traffic:
         try:
             yield
         except DistributedError as error:
-            if not self._closed:  # it comes from other connections
+            if not self._closed:  # it is of other connections
                 self.fail(error.rank, error.cause, distributed_kind(error))
             raise
         except BaseException as error:
@@ -381,8 +380,8 @@ class Traffic:
     def _start(self, rank: int, data: torch.Tensor, tag: int, out: bool) -> Callable[[], None]:
         """Start to send or to receive; call the result to wait until it is done.
 
-        What is under way keeps the connections open, and frames are kept by the tracebacks of
-        errors; so no frame holds it, but a list that `fail` empties.
+        A transfer in progress keeps the connections open, and the tracebacks of errors keep
+        frames; so no frame holds it, but a list that `fail` empties.
         """
         with self._blaming(rank):
             how = "send" if out else "recv"
@@ -423,7 +422,7 @@ class Traffic:
         return self.fail(rank, f"its process ended or closed the connection ({error})")
 
     def _last_in_line(self, rank: int) -> int:
-        """Return whom the ranks wait for: who waits for somebody else is not to blame."""
+        """Return the rank that the others wait for: a rank that waits itself is not the cause."""
         seen = {self.rank}
         with contextlib.suppress(RuntimeError):
             while rank not in seen and self._store.check([f"waits/{rank}"]):
@@ -462,7 +461,7 @@ def _prefixed(prefix: str, store: Any) -> Any:
 
 
 def node_name() -> str:
-    """Return what tells this node's kernel from others."""
+    """Return a name that no other node's kernel has."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

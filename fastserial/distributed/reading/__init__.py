@@ -1,1 +1,1 @@
-"""What is read of a file: boxes of tensors, straight to their places or by windows."""
+"""Reads boxes of tensors from a file: directly into their targets, or by windows."""

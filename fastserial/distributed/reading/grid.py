@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 import torch
@@ -83,7 +84,7 @@ class Grid:
     def runs(self, box: Box, near: int) -> Iterator[tuple[int, int]]:
         """Yield the bytes [first, stop) of the file that a box needs, in order.
 
-        Gaps of up to `near` bytes are not told.
+        Gaps of up to `near` bytes are included.
         """
         item = self.tensor.itemsize
         length, cut = item, len(self.shape)
@@ -94,21 +95,11 @@ class Grid:
                 break
             length += (box.sizes[dim] - 1) * step
             cut = dim
-        yield from self._runs(box, cut, self.position(box.offsets), length)
-
-    def _runs(self, box: Box, cut: int, first: int, length: int) -> Iterator[tuple[int, int]]:
-        at = [0] * cut
-        while True:
-            offset = sum(i * step for i, step in zip(at, self.steps, strict=False))
-            begin = first + offset * self.tensor.itemsize
+        first = self.position(box.offsets)
+        for index in product(*map(range, box.sizes[:cut])):
+            elements = sum(at * step for at, step in zip(index, self.steps, strict=False))
+            begin = first + elements * item
             yield begin, begin + length
-            dim = cut - 1
-            while dim >= 0 and at[dim] == box.sizes[dim] - 1:
-                at[dim] = 0
-                dim -= 1
-            if dim < 0:
-                return
-            at[dim] += 1
 
 
 def grid_of(tensor: FileTensor) -> Grid | None:

@@ -1,7 +1,7 @@
-"""Reads parts of tensors from one file: straight to their targets, or through windows.
+"""Reads parts of tensors from one file: directly into their targets, or through windows.
 
-The CRC-32s of records are taken on the way; what several ranks know of a record is put together
-at the end.
+The CRC-32s of records are taken meanwhile; what several ranks know of a record is combined at the
+end.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fastserial.distributed.reading.windows import (
     found_in,
     spans_of,
     windows_of,
+    within_runs,
 )
 from fastserial.distributed.sharding.boxes import Box, run_of
 from fastserial.distributed.sharding.file_index import Record
@@ -96,8 +97,8 @@ class PartReader:
             CorruptCheckpointError: the file changed meanwhile.
             OSError: it cannot be read.
         """
-        straight, rest = self._divided(targets, runs)
-        self._read_straight(straight)
+        direct, rest = self._divided(targets, runs)
+        self._read_direct(direct)
         windows = windows_of(rest, SCATTERED_CHUNK)
         buffer = buffer_for(windows)
         for window, pieces in zip(windows, by_window(targets, windows), strict=True):
@@ -121,53 +122,41 @@ class PartReader:
     def _divided(
         self, targets: Sequence[ReadTarget], runs: Sequence[Run]
     ) -> tuple[list[ReadExtent], list[Run]]:
-        """Return what can be read straight to its target, and the bytes of all else.
+        """Return what can be read directly into its target, and the bytes of all else.
 
         What is wanted twice is read once, by windows.
         """
-        parts = sorted(self._parts(targets, runs), key=lambda part: part[:2])
+        boxes = within_runs(targets, runs)
+        parts = sorted((self._part(target, box) for _, target, box in boxes), key=lambda p: p[:2])
         self._reader.attend(
             [t.view.untyped_storage() for t in targets if t.view is not None and is_plain(t.view)]
         )
-        straight: list[ReadExtent] = []
+        direct: list[ReadExtent] = []
         rest: list[Run] = []
-        place = 0
-        while place < len(parts):
-            part = parts[place]
-            stop, end = part.stop, place + 1
+        number = 0
+        while number < len(parts):
+            part = parts[number]
+            stop, end = part.stop, number + 1
             while end < len(parts) and parts[end].first < stop:
                 stop = max(stop, parts[end].stop)
                 end += 1
-            extent = self._straight(part) if end == place + 1 else None
+            extent = self._direct(part) if end == number + 1 else None
             if extent is not None:
-                straight.append(extent)
+                direct.append(extent)
             else:
                 rest.append((part.first, stop))
-            place = end
-        return straight, rest
+            number = end
+        return direct, rest
 
-    def _parts(self, targets: Sequence[ReadTarget], runs: Sequence[Run]) -> Iterator[_BoxRead]:
-        stops = [stop for _, stop in runs]
-        for target in targets:
-            begin, end = target.grid.span(target.box)
-            place = bisect.bisect_right(stops, begin)
-            while place < len(runs) and runs[place][0] < end:
-                first, stop = runs[place]
-                if first <= begin and end <= stop:
-                    yield self._part(begin, end, target, target.box)
-                else:
-                    for box in target.grid.between(target.box, first, stop):
-                        yield self._part(*target.grid.span(box), target, box)
-                place += 1
-
-    def _part(self, low: int, high: int, target: ReadTarget, box: Box) -> _BoxRead:
-        """Return a part of a target that lies in bytes [low, high) of the file."""
+    def _part(self, target: ReadTarget, box: Box) -> _BoxRead:
+        """Return which bytes of the file are read for a part of a target."""
+        low, high = target.grid.span(box)
         number = self._record_of(low, high) if self._whole else None
         if number is not None:
             low, high = self.records[number].offset, self._stops[number]
         return _BoxRead(low, high, target, box)
 
-    def _straight(self, part: _BoxRead) -> ReadExtent | None:
+    def _direct(self, part: _BoxRead) -> ReadExtent | None:
         """Return how a part is read to where it belongs, None if its bytes lie otherwise there."""
         grid, view = part.target.grid, part.target.view
         tensor = grid.tensor
@@ -192,7 +181,7 @@ class PartReader:
             sink = CheckedSink(sink, self.ledger, number, part.first - self.records[number].offset)
         return ReadExtent(part.first, nbytes, sink)
 
-    def _read_straight(self, extents: Sequence[ReadExtent]) -> None:
+    def _read_direct(self, extents: Sequence[ReadExtent]) -> None:
         group: list[ReadExtent] = []
         nbytes = 0
         for extent in extents:
@@ -206,7 +195,7 @@ class PartReader:
             self._reader.read_into(group)
 
     def _extents(self, span: WindowRange, buffer: torch.Tensor) -> Iterator[ReadExtent]:
-        """Return how bytes are read to their place in a window's buffer."""
+        """Return how bytes are read into a window's buffer."""
 
         def into(low: int, high: int) -> HostSink:
             address = buffer.data_ptr() + span.at + low - span.first

@@ -1,13 +1,13 @@
-"""Windows of the file, and the pieces of them that somebody wants.
+"""Windows of the file, and the parts of them that ranks want.
 
-Who reads a window and who gets pieces of it work out the same pieces in the same order, so that
-only their bytes travel.
+The rank that reads a window and those that get parts of it find the same parts in the same order,
+so that only bytes are sent.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,9 +32,10 @@ __all__ = [
     "own_memory",
     "spans_of",
     "windows_of",
+    "within_runs",
 ]
 
-_TAIL = 64  # bytes behind a range that its buffer has: an element may only begin in the range
+_TAIL = 64  # bytes after a range in its buffer: an element may begin in the range and end after it
 _ALIGN = 16  # bytes of the largest elements
 _MOST_RANGES = 4096  # of a window
 
@@ -116,18 +117,31 @@ def windows_of(runs: Iterable[tuple[int, int]], size: int) -> list[Window]:
 def by_window(targets: Sequence[ReadTarget], windows: Sequence[Window]) -> list[list[WindowPart]]:
     """Return the pieces of the targets that each window holds, in the targets' order."""
     numbered = [(number, one) for number, window in enumerate(windows) for one in window.ranges]
-    stops = [one.stop for _, one in numbered]
+    runs = [(one.first, one.stop) for _, one in numbered]
     found: list[list[WindowPart]] = [[] for _ in windows]
-    for target in targets if windows else ():
-        begin, end = target.grid.span(target.box)
-        place = bisect.bisect_right(stops, begin)
-        while place < len(numbered) and numbered[place][1].first < end:
-            number, one = numbered[place]
-            for box in target.grid.between(target.box, one.first, one.stop):
-                source = target.grid.position(box.offsets) - one.first + one.at
-                found[number].append(WindowPart(target, box, source))
-            place += 1
+    for index, target, box in within_runs(targets, runs):
+        number, one = numbered[index]
+        source = target.grid.position(box.offsets) - one.first + one.at
+        found[number].append(WindowPart(target, box, source))
     return found
+
+
+def within_runs(
+    targets: Iterable[ReadTarget], runs: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, ReadTarget, Box]]:
+    """Yield the boxes of targets that lie in runs of the file, with the number of the run.
+
+    Args:
+        runs: bytes of the file, from the first up to the second: in order, without overlaps.
+    """
+    stops = [stop for _, stop in runs]
+    for target in targets:
+        begin, end = target.grid.span(target.box)
+        index = bisect.bisect_right(stops, begin)
+        while index < len(runs) and runs[index][0] < end:
+            for box in target.grid.between(target.box, *runs[index]):
+                yield index, target, box
+            index += 1
 
 
 def spans_of(pieces: Iterable[WindowPart], window: Window, near: int) -> list[WindowRange]:

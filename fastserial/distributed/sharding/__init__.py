@@ -1,1 +1,1 @@
-"""Shards and where they lie in the whole tensor; the places of tensors in a file."""
+"""Shards and the parts of the tensor that they are; where the tensors of a file are."""

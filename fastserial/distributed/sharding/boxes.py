@@ -6,11 +6,11 @@ a rank holds of a sharded tensor. Where both meet, bytes have to move.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Box", "Overlap", "boxes_of_range", "intersect", "overlaps", "run_of"]
+__all__ = ["Box", "Overlap", "boxes_of_range", "intersect", "joined", "overlaps", "run_of"]
 
 
 class Box(NamedTuple):
@@ -115,3 +115,14 @@ def overlaps(shape: Sequence[int], first: int, stop: int, box: Box) -> Iterator[
         if part is not None:
             yield Overlap(at, row, part)
         at += row.numel
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges [first, stop) in their order, those that touch as one, without empty ones."""
+    found: list[tuple[int, int]] = []
+    for first, stop in sorted(ranges):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        elif first < stop:
+            found.append((first, stop))
+    return found

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as a value that can be sent: its containers, and where each tensor lies.
+"""What a checkpoint holds, as a value that can be sent: its containers, and where each tensor is.
 
 One rank unpickles the file by torch's `weights_only` rules, over a mapping that is never touched;
 in what it sends, a `FileTensor` stands for each tensor.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
-import zlib
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 
 from fastserial.checkpoints.mapped_source import Mapped, map_checkpoint
 from fastserial.checksums import crc32
-from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places
 from fastserial.nests import sequence_like
@@ -30,7 +28,6 @@ __all__ = [
     "fingerprint",
     "index_of_file",
     "is_plain_tuple",
-    "unpack",
 ]
 
 _ENDS = 64 * 1024  # bytes: a zip's checksums stand near its end
@@ -39,7 +36,7 @@ _ELEMENT_WISE = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A storage's bytes in the file: `nbytes` at `offset`; `crc` None if the file tells none."""
+    """A storage's bytes in the file: `nbytes` at `offset`; `crc` None if the file has none."""
 
     name: str
     offset: int
@@ -89,7 +86,7 @@ class FileIndex:
         container: `zip`, `legacy` or `safetensors`.
         size: bytes of the file.
         fingerprint: see `fingerprint`.
-        value: what was saved, a `FileTensor` in the place of each tensor.
+        value: what was saved, with a `FileTensor` for each tensor.
         records: the storages that have a checksum, by offset.
     """
 
@@ -99,27 +96,10 @@ class FileIndex:
     value: Any
     records: tuple[Record, ...] = field(default=())
 
-    def pack(self) -> bytes:
-        """Return the index as bytes for the other ranks; see `unpack`.
-
-        Raises:
-            ConvertError: it holds something that cannot be pickled.
-        """
-        try:
-            return zlib.compress(pickle.dumps(self, pickle.HIGHEST_PROTOCOL), 1)
-        except Exception as error:
-            raise ConvertError(f"what is in the file cannot be sent to others: {error}") from error
-
 
 def is_plain_tuple(value: object) -> bool:
     """Return whether a value is a tuple, with names or without, and no class of another purpose."""
     return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
-
-
-def unpack(data: bytes) -> FileIndex:
-    """Return the index that rank 0 packed."""
-    index: FileIndex = pickle.loads(zlib.decompress(data))
-    return index
 
 
 def fingerprint(fd: int, size: int) -> int:
@@ -157,7 +137,7 @@ def index_of_file(fd: int, path: str) -> FileIndex:
 
 
 class _IndexBuilder:
-    """Puts `FileTensor`s in the place of tensors; containers are new ones of the same types."""
+    """Replaces tensors by `FileTensor`s; containers are new ones of the same types."""
 
     def __init__(self, mapped: Mapped) -> None:
         self._mapped = mapped
@@ -226,7 +206,7 @@ class _IndexBuilder:
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         last = first + sum((size - 1) * step for size, step in steps)
         if (last + 1) * tensor.itemsize > storage.nbytes():
-            raise CorruptCheckpointError("a tensor goes past the end of its storage")
+            raise CorruptCheckpointError("a tensor ends past the end of its storage")
         return start
 
 

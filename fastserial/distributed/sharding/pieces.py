@@ -1,6 +1,6 @@
-"""What a rank holds of a tensor, and what any other rank holds of it.
+"""What a rank holds of a tensor, and what every other rank holds of it.
 
-A `TensorSpec` is plain data: with it every rank knows what every other one holds, unasked.
+A `TensorSpec` is plain data: with it every rank knows what every other one holds.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Mesh(NamedTuple):
     grids: tuple[tuple[int, ...], ...]
     splits: tuple[Split, ...]
 
-    def place(self, rank: int) -> int | None:
-        """Return a rank's row-major place in its grid, None if it is in none."""
+    def index_of(self, rank: int) -> int | None:
+        """Return a rank's row-major index in its grid, None if it is in none."""
         for grid in self.grids:
             if rank in grid:
                 return grid.index(rank)
@@ -188,7 +188,7 @@ def holding(
     if sharded is not None:
         with torch.no_grad():
             local: torch.Tensor = sharded.to_local()
-        # The shards' own type: a DTensor made by hand may tell another one.
+        # The shards' own type: a DTensor made by hand may say another one.
         spec = TensorSpec(tuple(sharded.shape), local.dtype, _mesh(sharded, key, ranks, known))
         return Holding(spec, local.detach(), views(spec, rank, local.detach(), key))
     if isinstance(leaf, torch.Tensor):
@@ -266,14 +266,14 @@ def boxes_on(spec: TensorSpec, rank: int) -> list[Box]:
             for box in boxes_of_range(spec.shape, first, stop)
         ]
     if isinstance(held, Mesh):
-        place = held.place(rank)
-        return [] if place is None else boxes_at(spec.shape, held._replace(grids=()), place)
+        index = held.index_of(rank)
+        return [] if index is None else boxes_at(spec.shape, held._replace(grids=()), index)
     return [Box((0,) * len(spec.shape), spec.shape)] if spec.numel else []
 
 
 @lru_cache(maxsize=65536)
 def boxes_at(shape: tuple[int, ...], mesh: Mesh, index: int) -> list[Box]:
-    """Return the boxes at a place of the mesh, given as its row-major index."""
+    """Return the boxes at a row-major index of the mesh."""
     ranges = _ranges_at(shape, mesh, index)
     return [
         Box(tuple(first for first, _ in cut), tuple(stop - first for first, stop in cut))
@@ -283,21 +283,21 @@ def boxes_at(shape: tuple[int, ...], mesh: Mesh, index: int) -> list[Box]:
 
 def _ranges_at(shape: tuple[int, ...], mesh: Mesh, index: int) -> list[list[Range]]:
     """Return, for each dimension of the tensor, the ranges that are held, without empty ones."""
-    place: list[int] = []
+    at_axis: list[int] = []
     for size in reversed(mesh.shape):
         index, at = divmod(index, size)
-        place.insert(0, at)
+        at_axis.insert(0, at)
     found = [[(0, size)] if size else [] for size in shape]
     for dim in range(len(shape)):
         for axis, factor in _order(dim, mesh):
-            found[dim] = _chunk(found[dim], mesh.shape[axis], place[axis], factor)
+            found[dim] = _chunk(found[dim], mesh.shape[axis], at_axis[axis], factor)
     return found
 
 
 def _order(dim: int, mesh: Mesh) -> list[tuple[int, int]]:
     """Return which mesh dimensions split a tensor's dimension, in their order.
 
-    With each comes the factor with which it has to be split. A strided shard was made after those
+    Each has the factor with which it has to be split. A strided shard was made after those
     to its right, as FSDP2 over tensor parallelism does.
     """
     axes = [(axis, split.factor) for axis, split in enumerate(mesh.splits) if split.dim == dim]
@@ -305,7 +305,7 @@ def _order(dim: int, mesh: Mesh) -> list[tuple[int, int]]:
         return axes
     order: list[int] = []
     for axis, factor in reversed(axes):
-        # A strided shard was made after so many shards; a plain one before all to its right.
+        # A strided shard was made after `factor` shards; a plain one before all to its right.
         after, shards = 0, 1
         while shards < factor and after < len(order):
             shards *= mesh.shape[order[after]]
@@ -317,9 +317,9 @@ def _order(dim: int, mesh: Mesh) -> list[tuple[int, int]]:
 
 
 def _chunk(ranges: list[Range], count: int, index: int, factor: int) -> list[Range]:
-    """Return chunk `index` of `count` of what the ranges hold one behind the other.
+    """Return chunk `index` of `count` of what the ranges hold in their order.
 
-    With a factor: of each of so many chunks.
+    With a factor: of each of `factor` chunks.
     """
     total = sum(stop - first for first, stop in ranges)
     found: list[Range] = []
@@ -362,22 +362,22 @@ def views(
     boxes = boxes_on(spec, rank)
     if len(boxes) == 1 and boxes[0].sizes == local.shape:
         return [(boxes[0], local)]
-    ranges = _ranges_at(spec.shape, spec.held, spec.held.place(rank) or 0)
+    ranges = _ranges_at(spec.shape, spec.held, spec.held.index_of(rank) or 0)
     shape = tuple(sum(stop - first for first, stop in cut) for cut in ranges) if boxes else (0,)
     if local.shape != shape and (local.numel() or boxes):
         raise LoadMismatchError(
             f"{key}: the shard of rank {rank} has the shape {tuple(local.shape)}, which is not "
             f"what its placements {spec.held.splits} make of {spec.shape}"
         )
-    # Along each dimension the ranges are one behind the other in the local tensor.
+    # Along each dimension the ranges are consecutive in the local tensor.
     starts: list[dict[int, int]] = []
     for dim in range(len(spec.shape)):
         sizes = dict(sorted((box.offsets[dim], box.sizes[dim]) for box in boxes))
-        at, places = 0, {}
+        at, start_of = 0, {}
         for offset, size in sizes.items():
-            places[offset] = at
+            start_of[offset] = at
             at += size
-        starts.append(places)
+        starts.append(start_of)
     parts = []
     for box in boxes:
         view = local

@@ -1,8 +1,8 @@
-"""Whether one file can hold what the ranks have, beyond what their tables say.
+"""Whether one file can hold what the ranks have.
 
 A tensor that the ranks write together has to be equal on them, and no rank may have an entry that
-the file would lack. That is compared on every save, by digests that travel with what the ranks tell
-anyway; only where these differ the ranks tell more.
+the file would lack. Every save compares that, by digests in a message that is sent anyway; only if
+these differ the ranks send the details.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Agreement:
         self._found, self._traffic, self._compare = found, traffic, config.compare
         self._table = table
         copies = {
-            copy.leaf: leaf_of(found.values[copy.leaf])
-            for copy in (table.copies if traffic.size > 1 else ())
+            number: leaf_of(found.values[number])
+            for number in (table.copies if traffic.size > 1 else ())
         }
         mine = {number: leaf for number, leaf in copies.items() if leaf is not None}
         sums = checksums(list(mine.values()), config.compare == "all", traffic.alive)
@@ -84,39 +84,38 @@ class Agreement:
         if answer:  # all raise it alike, and the connections stay as they are
             raise DistributedError(*answer)
 
-    def _judge(self, told: list[_Details]) -> tuple[int, str] | None:
+    def _judge(self, found: list[_Details]) -> tuple[int, str] | None:
         """Return the first rank that differs, and how; None if a file can hold what there is."""
-        for rank, one in enumerate(told):
-            if (text := difference(told[0].rows, one.rows)) is not None:
+        for rank, one in enumerate(found):
+            if (text := difference(found[0].rows, one.rows)) is not None:
                 return rank, text
-        for rank, one in enumerate(told):
-            if one.compare != told[0].compare:
-                text = f'its option compare is "{one.compare}", that of rank 0 "{told[0].compare}"'
+        for rank, one in enumerate(found):
+            if one.compare != found[0].compare:
+                text = f'its option compare is "{one.compare}", that of rank 0 "{found[0].compare}"'
                 return rank, text
-        ours = {before + key for before, keys in told[0].others for key in keys}
+        ours = {before + key for before, keys in found[0].others for key in keys}
         ours.update(self._found.paths)
         # What is no such dictionary on rank 0 is a value, and values may differ.
-        looked_into = {before for before, _ in (*told[0].others, *self._found.keys)}
-        for rank, one in enumerate(told):
+        looked_into = {before for before, _ in (*found[0].others, *self._found.keys)}
+        for rank, one in enumerate(found):
             theirs = [
                 before + key for before, keys in one.others if before in looked_into for key in keys
             ]
             lacking = [key for key in theirs if key not in ours]
             if lacking:
-                text = f"it has {_named(lacking)}, which rank 0 has not; {_GATHER}"
+                text = f"it has {_named(lacking)}, which rank 0 does not have; {_GATHER}"
                 return rank, text
-        found = differing([one.sums for one in told])
-        shared = {copy.leaf for copy in self._table.copies if copy.shared}
-        if mixed := [leaf for leaf in found if leaf in shared]:
-            ranks = found[mixed[0]]
-            first = next(rank for rank, one in enumerate(told) if mixed[0] in one.sums)
+        mixed_up = differing([one.sums for one in found])
+        if mixed := [leaf for leaf in mixed_up if self._table.copies[leaf]]:
+            ranks = mixed_up[mixed[0]]
+            first = next(rank for rank, one in enumerate(found) if mixed[0] in one.sums)
             keys = _named([self._found.paths[leaf] for leaf in mixed])
             text = (
                 f"plain tensors differ between rank {first} and {ranks_in_words(ranks)}, which "
                 f"would write them together: {keys}. {_PARTS}"
             )
             return ranks[0], text
-        self._warn({self._found.paths[leaf]: ranks for leaf, ranks in found.items()})
+        self._warn({self._found.paths[leaf]: ranks for leaf, ranks in mixed_up.items()})
         return None
 
     def _warn(self, lost: dict[str, list[int]]) -> None:
@@ -128,10 +127,10 @@ class Agreement:
         if new:
             ranks = ranks_in_words(sorted({rank for key in new for rank in lost[key]}))
             text = (
-                f"plain tensors differ between the lowest rank, whose are in the file, and "
+                f"plain tensors differ between the lowest rank, whose values the file has, and "
                 f"{ranks}: {_named(new)}. {_PARTS}"
             )
-            warnings.warn(text, UserWarning, stacklevel=9)
+            warnings.warn(text, UserWarning, stacklevel=11)
 
 
 def _named(keys: Sequence[str]) -> str:

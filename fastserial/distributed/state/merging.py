@@ -1,7 +1,7 @@
-"""States of which each rank has other keys, as the stages of a pipeline, made one.
+"""The union of states of which each rank has other keys, such as the stages of a pipeline.
 
-Every rank tells its state without the tensors' bytes, and puts all of them together in the order
-of the ranks: a key that several have is the first one's, a tensor that several have is shared.
+Every rank sends its state without the tensors' bytes, and merges all of them in the order of the
+ranks: a key that several have is the first one's, a tensor that several have is shared.
 Of optimizers, the groups of all ranks are kept; groups with equal settings become one, as in the
 optimizer of the whole model.
 """
@@ -47,7 +47,7 @@ class MergedTensor:
 
 
 def leaf_of(value: Any) -> Any:
-    """Return what this rank has of a leaf, None if it has nothing of it."""
+    """Return this rank's part of a leaf, None if it has none."""
     return value.leaf if isinstance(value, MergedTensor) else value
 
 
@@ -66,15 +66,15 @@ def merged(state: Any, traffic: Traffic, buffers: Set[int] = frozenset()) -> Any
     describer = Describer(traffic.rank, traffic.ranks, buffers)
     _SkeletonPickler(text, leaves, specs, describer).dump(state)
     found: dict[int, Any] = {}
-    told = traffic.decide((text.getvalue(), specs), list)
-    for rank, (skeleton, described) in enumerate(told):
+    every = traffic.decide((text.getvalue(), specs), list)
+    for rank, (skeleton, described) in enumerate(every):
         mine = leaves if rank == traffic.rank else [None] * len(described)
         found[rank] = _SkeletonUnpickler(io.BytesIO(skeleton), rank, described, mine).load()
     return _Union().of("", found)
 
 
 class _SkeletonPickler(pickle.Pickler):
-    """Pickles a state with a number in the place of each tensor."""
+    """Pickles a state with a number for each tensor."""
 
     def __init__(
         self, file: io.BytesIO, leaves: list[Any], specs: list[LeafSpec], describer: Describer
@@ -192,7 +192,7 @@ def _groups(found: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Tell whether groups are known to have equal settings; of tensors, only shapes are known."""
+    """Return whether groups surely have equal settings; of tensors, only shapes are known."""
     return one.keys() == other.keys() and all(
         key == "params"
         or value is other[key]
@@ -216,7 +216,7 @@ def _together(path: str, values: list[Any]) -> MergedTensor:
                 f"{_words(first.like.spec)} and {_words(value.like.spec)}"
             )
         if more[0] in ranks:
-            continue  # it has another key, too
+            continue  # it is under another key, too
         first.ranks = ranks + more
         first.grids += value.grids
         first.leaf = value.leaf if first.leaf is None else first.leaf

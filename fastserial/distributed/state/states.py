@@ -1,8 +1,8 @@
-"""Modules and optimizers as state dicts, and the way back.
+"""Modules and optimizers as state dicts, and back.
 
 torch's own functions name the parameters. What is a module's own memory is filled in place; if that
-is not all of its state, or the user has hooks or methods for it, `load_state_dict` gets it when the
-bytes are there.
+is not all of its state, or the user has hooks or methods for it, `load_state_dict` is called when
+the bytes are read.
 
 An optimizer without a state torch would make take a step: Adam would count it, momentum would begin
 with zeros, and training would not be what it is without a checkpoint. It is left as it is.
@@ -26,7 +26,7 @@ __all__ = ["LiveState", "module_of", "state_of_module", "state_of_optimizer"]
 
 
 class _UnsteppedOptimizer:
-    """An optimizer, for functions that would make its state if there is none."""
+    """An optimizer for functions that would create its state if there is none."""
 
     state = True
 
@@ -127,7 +127,7 @@ class LiveState:
         """Get the state.
 
         Raises:
-            ConfigError: an optimizer comes without what names its parameters.
+            ConfigError: no module beside an optimizer names its parameters.
         """
         self._optimizer: Optimizer | None = None
         self._groups: list[Any] = []
@@ -198,7 +198,7 @@ class LiveState:
         return True
 
     def give_back(self) -> None:
-        """Hand over what is not the module's or the optimizer's own memory."""
+        """Load what is not the module's or the optimizer's own memory."""
         from torch.distributed.checkpoint.state_dict import (
             set_model_state_dict,
             set_optimizer_state_dict,
@@ -247,7 +247,7 @@ def _found_group(own: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str,
 
 
 def _loads_by_itself(module: nn.Module) -> bool:
-    """Tell whether code that is not torch's takes part in `load_state_dict`."""
+    """Return whether code that is not torch's takes part in `load_state_dict`."""
     for one in module.modules():
         hooks = (
             *one._load_state_dict_pre_hooks.values(),

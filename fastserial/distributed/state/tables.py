@@ -1,7 +1,7 @@
 """What a state consists of, on this rank: its tensors as sources of bytes, and a digest.
 
-A source is what becomes one record of the file: a sharded tensor as a whole, or the storage of
-plain tensors, which may be views of it. Ranks whose tables are alike know each other's sources by
+A source becomes one record of the file: a sharded tensor as a whole, or the storage of plain
+tensors, which may be views of it. Ranks whose tables are alike know each other's sources by
 number. A table holds none of the tensors.
 """
 
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from fastserial.distributed.ranks.copies import Copy
 from fastserial.distributed.ranks.exchange import GatheredMemory, is_as_it_lies
 from fastserial.distributed.sharding.boxes import Box, run_of
 from fastserial.distributed.sharding.flat_shard import FlatShard
@@ -95,7 +94,7 @@ class RecordSource:
     def memory(self, start: int) -> Memory:
         """Return the memory that has byte `start` of the whole, and what this rank has around it.
 
-        It begins at the whole's first byte, so that a place in the whole is one in the memory.
+        It begins at the whole's first byte, so that an offset in the whole is one in the memory.
         """
         view, base = self._run_at(start)
         if view.device.type == "cpu" and is_as_it_lies(view):
@@ -149,7 +148,7 @@ class RecordSources:
         self._made: dict[int, RecordSource] = {}
 
     def release(self) -> None:
-        """Let go of the tensors; keys and specs stay."""
+        """Drop the tensors; keys and specs stay."""
         self._values = [None] * len(self._values)
         self._rest = ()
         self._made.clear()
@@ -179,7 +178,8 @@ class StateTable:
         flat: sources that are FlatShards.
         meshes, grids: each mesh that is in the rows, and its ranks. Ranks may be on different
             meshes of one shape: then each mesh has the whole tensor.
-        copies: the plain tensors that several ranks have, and that should be equal.
+        copies: the leaves that are plain tensors of several ranks, and should be equal; whether
+            the ranks write them together, or the file has one rank's.
         devices: whether there are tensors on some.
     """
 
@@ -191,7 +191,7 @@ class StateTable:
     flat: list[int] = field(default_factory=list)
     meshes: dict[Mesh, int] = field(default_factory=dict)
     grids: list[Grids] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
+    copies: dict[int, bool] = field(default_factory=dict)
     devices: bool = False
     _digest: bytes = b""
 
@@ -214,7 +214,7 @@ class StateTable:
     def completed(
         self, ranges: Mapping[int, list[tuple[int, int, int]]], grids: Sequence[Grids]
     ) -> list[TensorSpec]:
-        """Return the specs with what the other ranks told.
+        """Return the specs with what the other ranks hold.
 
         Args:
             ranges: what the ranks hold of each FlatShard: rank, first element, end.
@@ -332,7 +332,7 @@ class _TableMaker:
     def __init__(self, describer: Describer) -> None:
         self.table = StateTable()
         self._describer = describer
-        self._numbers: dict[Any, int] = {}  # of sources, by what tells one from the others
+        self._numbers: dict[Any, int] = {}  # of sources, by what identifies them
         self._placed: dict[int, tuple[Any, ...]] = {}  # what rows say of a spec, by its `id`
 
     def add(self, index: int, key: str, value: Any) -> None:
@@ -344,7 +344,7 @@ class _TableMaker:
         like = joined.like
         ranks = None if joined.ranks is None else tuple(sorted(set(joined.ranks)))
         table.devices = table.devices or _device_of(joined.leaf).type != "cpu"
-        # Storages are told apart by the first rank that has them, and their number there.
+        # A storage is identified by the first rank that has it, and its number there.
         identity = id(value) if like.storage is None else (ranks and ranks[0], like.storage[0])
         number = self._numbers.setdefault(identity, len(table.keys))
         if number == len(table.keys):
@@ -358,9 +358,9 @@ class _TableMaker:
         if like.storage is not None:
             shared = _is_shared(like)
             if like.storage[1] and not like.is_buffer and (ranks is None or len(ranks) > 1):
-                table.copies.append(Copy(index, shared))
+                table.copies[index] = shared
             placed = like.storage[1:] if shared or ranks is not None else None
-        # Who has it belongs to the digest: with a tensor that moved, the last plan is not right.
+        # The ranks that have it belong to the digest: if a tensor moved, the last plan is wrong.
         table.rows.append((key, number, shape, dtype, placed, ranks))
         table.of_leaves.append(number)
 

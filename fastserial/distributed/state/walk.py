@@ -167,7 +167,7 @@ def _kind_of(value: object) -> int:
 def _items(container: Any) -> tuple[list[Any], list[Any]]:
     """Return the keys and values of a container.
 
-    Mappings tell them together: iterating over one that is of no common kind may give others.
+    Of mappings both by `items`: iterating over one of an unusual type may give others.
     """
     if type(container) in (dict, OrderedDict):
         return list(container), list(container.values())
@@ -216,7 +216,7 @@ def _stateful(nest: Any, wanted: Any) -> str:
 
 
 def states(obj: object, found: list[Any]) -> Any:
-    """Return a nest with the state dicts of its modules and optimizers in their places.
+    """Return a nest with the state dicts of its modules and optimizers instead of them.
 
     Names are canonical and fully qualified, shards stay shards. Without a module or optimizer it
     is the object itself, as every container in it is that holds none.
@@ -225,7 +225,7 @@ def states(obj: object, found: list[Any]) -> Any:
         found: its modules and optimizers (`live`).
 
     Raises:
-        ConfigError: an optimizer comes without what names its parameters.
+        ConfigError: no module beside an optimizer names its parameters.
     """
     if not found:
         return obj
@@ -244,7 +244,7 @@ def _replaced(value: Any, made: Mapping[int, Any], done: dict[int, Any]) -> Any:
 
     Args:
         made: what replaces them, by their `id`.
-        done: what became of containers. One that is on the way stays as it is in itself.
+        done: what became of containers. One that holds itself keeps itself.
     """
     if id(value) in made:
         return made[id(value)]
