@@ -26,9 +26,9 @@ TESTS = {
     "loading": """loading/test_reader.py loading/test_prefetch.py loading/test_load_damaged.py
         loading/test_load_forms.py loading/test_load_files.py loading/test_device_loads.py""",
     "distributed": """distributed/test_schedule.py distributed/test_flow.py
-        distributed/test_exchange.py distributed/test_copies.py distributed/test_dcp_storage.py
-        distributed/test_distributed_save.py distributed/test_targets.py
-        distributed/test_dcp_ranks.py""",
+        distributed/test_exchange.py distributed/test_copies.py distributed/test_shared_file.py
+        distributed/test_dcp_storage.py distributed/test_targets.py
+        distributed/test_distributed_save.py""",
 }
 
 
@@ -67,7 +67,7 @@ FAULTS = [
     Fault("damage that the thread found is kept silent", "loading/prefetch.py", "if not there and isinstance(self._error, CorruptCheckpointError):", "if False:"),  # noqa: E501
     Fault("a block goes to a rank twice", "distributed/plan/division.py", "return -(-first // GRAIN), stop // GRAIN", "return first // GRAIN, -(-stop // GRAIN)"),  # noqa: E501
     Fault("moves come in another order", "distributed/plan/schedule.py", "moves.sort(key=_place)", "moves.sort(key=_place, reverse=found.receives and moves in found.receives.values())"),  # noqa: E501
-    Fault("a cut between elements", "distributed/plan/schedule.py", "start -= start % _ALIGN", "start -= 0"),  # noqa: E501
+    Fault("a tile ends where another range's does", "distributed/plan/schedule.py", "min(stop, end + shift)", "min(stop, end)"),  # noqa: E501
     Fault("another rank's file is not compared", "distributed/onefile/shared_file.py", "if (found.st_ino, found.st_size) != (place.inode, place.nbytes):", "if False:"),  # noqa: E501
     Fault("another rank does not sync", "distributed/onefile/shared_file.py", "        os.fsync(self.fd)", "        pass"),  # noqa: E501
     Fault("copies are not compared", "distributed/ranks/copies.py", "if first.setdefault(leaf, checksum) != checksum:", "if first.setdefault(leaf, checksum) is None:"),  # noqa: E501
