@@ -86,7 +86,8 @@ def faults(session: nox.Session) -> None:
         env={"FASTSERIAL_FAULTS": "full", "FASTSERIAL_FAULTS_TABLE": str(table)},
     )
     if not session.posargs:
-        session.run("python", "tests/faults/fuzz_directory.py", "-max_total_time=600")
+        for parser in ("zip", "legacy", "pickle", "safetensors", "dcp"):
+            session.run("python", "tests/faults/fuzz_parsers.py", parser, "-max_total_time=600")
 
 
 @nox.session
@@ -198,6 +199,7 @@ def integrations(session: nox.Session) -> None:
     install(session, TORCH, "test,lightning,transformers")
     session.install("--no-deps", "nvidia-resiliency-ext")  # its tools for GPUs are not needed
     session.install("peft", "torch-ema", "torchdata", f"torch=={TORCH}")
+    session.install("moto[server]", "boto3")  # an S3 server
     default = [*PARALLEL, "tests/integrations"]
     if session.posargs == ["short"]:
         long = "ddp or fsdp2 or control or outlives or two_ranks"

@@ -84,7 +84,6 @@ class Script:
         pause = "seconds of rest before each run, when no page is dirty; 0: nothing is waited for"
         self.add("--pause", type=float, default=0.3, help=pause)
         self.add("--json", type=Path, metavar="FILE", help="also write everything here")
-        self.add("--csv", type=Path, metavar="FILE", help="also write the rows here")
         self.add("--plot", type=Path, metavar="FILE", help="also draw them (.png, .svg, .pdf)")
 
     def add(self, name: str, **settings: Any) -> None:
@@ -103,7 +102,7 @@ class Script:
             self.parser.set_defaults(**self._short)
         options = self.parser.parse_args()
         try:
-            check_files(options.json, options.csv, options.plot)
+            check_files(options.json, options.plot)
             if options.plot is not None:
                 _new_figure(1, 1)
             if not options.short:
@@ -112,7 +111,7 @@ class Script:
             with progress(console) as show:
                 result = measure(options, show)
             result.show(console)
-            result.write(options.json, options.csv)
+            result.write(options.json)
             if options.plot is not None:
                 draw(result, self._picture, options.plot)
         except (FastserialError, OSError) as error:

@@ -10,6 +10,7 @@ differs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import inspect
 import os
@@ -258,9 +259,21 @@ def _stock_kind(
         FileSystemReader,
         planner,
         DefaultLoadPlanner,
-        around=lambda: stock(crc),
+        around=lambda: _stock_with(crc),
         synced=False,
     )
+
+
+@contextlib.contextmanager
+def _stock_with(crc: bool) -> Iterator[None]:
+    """Run stock torch, with checksums or without."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(crc)
+    try:
+        with stock():
+            yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 # -- one rank ------------------------------------------------------------------------------------

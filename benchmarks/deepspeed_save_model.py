@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from common import Picture, Say, Script
+from models import MODELS, build_model
 from peers import their_op
 from ranks import WORKER, everywhere, finish, fresh, run_ranks, start
 
@@ -28,7 +29,6 @@ import fastserial
 from fastserial import engines
 from fastserial.bench.compare import digest
 from fastserial.bench.measure import MB, BenchError
-from fastserial.bench.payload import MODELS, build_model
 from fastserial.bench.rotation import Spread, ratio
 from fastserial.bench.state import scratch
 from fastserial.bench.table import Column, Result, Table, number, size, verdict

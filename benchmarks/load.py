@@ -92,7 +92,7 @@ def _measure(options: argparse.Namespace, say: Say) -> Result:
         options.size,
         options.tensors,
         options.runs,
-        tuple(TEMPERATURES[name] for name in options.temperature or TEMPERATURES),
+        tuple(options.temperature or TEMPERATURES),
         not options.no_fio,
         options.gpu,
         options.pause,

@@ -207,7 +207,7 @@ def fio_name(jobs: int) -> str:
 
 def best_fio(
     folder: Path, nbytes: int, jobs: int, pause: float
-) -> tuple[fio.FioVariant, fio.FioVariant] | None:
+) -> tuple[fio.FioSettings, fio.FioSettings] | None:
     """Return fio's fastest settings to write and to read, None without fio. Collective."""
     found: list[Any] = [None]
     if dist.get_rank() == 0 and fio.installed():
@@ -216,26 +216,17 @@ def best_fio(
         except BenchError:
             found = [None]
     dist.broadcast_object_list(found)
-    best: tuple[fio.FioVariant, fio.FioVariant] | None = found[0]
+    best: tuple[fio.FioSettings, fio.FioSettings] | None = found[0]
     return best
 
 
 def _best(path: Path, nbytes: int, jobs: int, pause: float) -> Any:
-    speeds: dict[fio.FioVariant, float] = {}
-
-    def once(variant: fio.FioVariant) -> Sample:
+    def once(settings: fio.FioSettings) -> Sample:
         path.unlink(missing_ok=True)
         settle(pause)
-        sample = fio.run_fio(variant, path, nbytes, jobs)
-        speeds[variant] = sample.bandwidth
-        return sample
+        return fio.run_fio(settings, path, nbytes, jobs)
 
-    missing: dict[str, str] = {}
     try:
-        write = max(fio.best_variants(once), key=speeds.__getitem__)
-        reads = fio.best_reads(path, missing, lambda text: None, jobs)
+        return fio.best_write(once), fio.best_read(path, lambda text: None, jobs)
     finally:
         path.unlink(missing_ok=True)
-    if fio.READ not in reads:
-        raise BenchError(missing[fio.READ])
-    return write, reads[fio.READ]

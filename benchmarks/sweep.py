@@ -131,8 +131,6 @@ def _measure(options: argparse.Namespace, say: Say) -> Result:
         tables.append(Table(of_kind, _COLUMNS, f"{op}, {transfer}"))
         notes += _best_settings(of_kind)
     settings = {"bytes": options.size, "runs": options.runs}
-    # what --csv has is written already
-    options.csv = None
     return Result("sweep", options.folder, caption, settings, tables, notes=notes)
 
 
@@ -431,7 +429,9 @@ if __name__ == "__main__":
     by = ("engine", "queue_depth", "threads")
     picture = Picture("ratio_to_default", "× defaults", 1, "block_size", by)
     script = Script(__doc__, "two hours", brief, picture)
-    script.parser.set_defaults(csv=Path("fastserial-sweep.csv"), pause=0.05)
+    results = Path("fastserial-sweep.csv")
+    script.add("--csv", type=Path, metavar="FILE", default=results, help="each result, at once")
+    script.parser.set_defaults(pause=0.05)
     script.add("--size", type=size, default=512 << 20, help="of each transfer")
     sizes = "256KiB,1MiB,2MiB,4MiB,8MiB,16MiB"
     script.add("--block-size", default=sizes, help="to combine, with commas")

@@ -8,17 +8,27 @@ directory. What was written is read back, or compared byte by byte; exit status 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from common import Say, Script
+from models import MODELS, model_state
 from torch_save_tensor import add_writer_options, save_with_all
 
-from fastserial.bench.payload import MODELS
 from fastserial.bench.table import Result
 
 
 def _measure(options: argparse.Namespace, say: Say) -> Result:
-    what = {"model": options.model, "optimizer": options.optimizer, "half": options.half}
-    return save_with_all(options, "torch_save_model", say, **what)
+    words = [options.model, "float16 weights" * options.half]
+    words += ["Adam's states in float32" * options.optimizer]
+    make = partial(
+        model_state,
+        options.model,
+        optimizer=options.optimizer,
+        half=options.half,
+        device="cuda" if options.gpu else "cpu",
+    )
+    subject = (", ".join(filter(None, words)), make)
+    return save_with_all(options, "torch_save_model", say, subject=subject)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ read back, or compared byte by byte; exit status 1 if it is wrong.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,16 +39,24 @@ def _formats(options: argparse.Namespace) -> tuple[Format, ...]:
     return ("zip",) if options.zipfile else ("legacy",)
 
 
-def save_with_all(options: argparse.Namespace, name: str, say: Say, **subject: Any) -> Result:
+def save_with_all(
+    options: argparse.Namespace,
+    name: str,
+    say: Say,
+    nbytes: int = 0,
+    subject: tuple[str, Callable[[], dict[str, Any]]] | None = None,
+) -> Result:
     """Save with torch's writers, ours, and those of other packages.
 
     Args:
         name: of the script.
-        subject: fields of `SaveBench` that say what is saved.
+        nbytes: of the one tensor that is saved.
+        subject: what is saved instead, as for `run_save`.
     """
     bench = SaveBench(
         options.folder,
-        **subject,
+        nbytes,
+        tensors=1,
         gpu=options.gpu,
         formats=_formats(options),
         runs=options.runs,
@@ -58,12 +67,11 @@ def save_with_all(options: argparse.Namespace, name: str, say: Say, **subject: A
         pause=options.pause,
     )
     peers = partial(peer_rows, loose=bench.loose, io_buffer_mb=options.io_buffer_mb)
-    return run_save(bench, say, None if options.no_peers else peers, name)
+    return run_save(bench, say, None if options.no_peers else peers, name, subject)
 
 
 def _measure(options: argparse.Namespace, say: Say) -> Result:
-    what = {"nbytes": options.mb_size << 20, "tensors": 1}
-    return save_with_all(options, "torch_save_tensor", say, **what)
+    return save_with_all(options, "torch_save_tensor", say, options.mb_size << 20)
 
 
 if __name__ == "__main__":

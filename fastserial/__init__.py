@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # what type checkers see of `_HOMES`, below
         UnsupportedTorchWarning as UnsupportedTorchWarning,
         WriteError as WriteError,
     )
-    from fastserial.memory.ring import free_pinned as free_pinned
+    from fastserial.memory.buffers import free_pinned as free_pinned
     from fastserial.overlap.asynchronous import save_async as save_async
     from fastserial.overlap.pending import PendingSave as PendingSave, wait_all as wait_all
     from fastserial.patching.install import (
@@ -80,7 +80,7 @@ _HOMES = {
         "LoadMismatchError PatchError StorageChangedError TornSnapshotError "
         "UnreadableCheckpointError UnreadableTensorError UnsupportedTorchWarning WriteError"
     ),
-    "memory.ring": "free_pinned",
+    "memory.buffers": "free_pinned",
     "overlap.asynchronous": "save_async",
     "overlap.pending": "PendingSave wait_all",
     "patching.install": "install installed status uninstall",
@@ -110,7 +110,7 @@ def __dir__() -> list[str]:
 
 
 def _tell_at_exit() -> None:
-    """Let the interpreter print the summary when it exits, if the environment asks for it."""
+    """Print the summary when the interpreter exits, if the environment asks for it."""
     import os
 
     if os.environ.get("FASTSERIAL_SUMMARY"):
@@ -125,7 +125,7 @@ def _tell_at_exit() -> None:
 def _summarize() -> None:
     import sys
 
-    if f"{__name__}.reports" in sys.modules:  # else nothing of torch came by
+    if f"{__name__}.reports" in sys.modules:  # else nothing was saved or loaded
         from fastserial.diagnosis.totals import print_summary
 
         print_summary()

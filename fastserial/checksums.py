@@ -1,7 +1,7 @@
 """CRC-32 at the speed of memory, the ledger that collects it from many threads, and the comparison.
 
-A file is damaged whose bytes have another CRC-32 than was stored for them: `crc_mismatch` finds it
-and says it, wherever such bytes come from.
+A file is damaged if its bytes have another CRC-32 than the stored one. `crc_mismatch` is the only
+comparison, for all sources of bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from isal.isal_zlib import crc32, crc32_combine
 
 from fastserial.errors import CorruptCheckpointError, TransferAbandonedError
 
-__all__ = ["CrcLedger", "Piece", "check_crc", "crc32", "crc32_combine", "crc_mismatch"]
+__all__ = ["CrcLedger", "PartialCrc", "check_crc", "crc32", "crc32_combine", "crc_mismatch"]
 
 
 def crc_mismatch(found: int | None, stored: int) -> str | None:
@@ -55,7 +55,7 @@ def check_crc(
         raise CorruptCheckpointError(what, path=path, record=record, offset=offset)
 
 
-class Piece(NamedTuple):
+class PartialCrc(NamedTuple):
     """The CRC-32 of bytes [start, start + length) of a record."""
 
     record: int
@@ -65,7 +65,7 @@ class Piece(NamedTuple):
 
 
 class CrcLedger:
-    """CRC-32s of the records of one file, handed in piece by piece in any order.
+    """CRC-32s of the records of one file, added piece by piece in any order.
 
     A record's pieces are checksummed where they are copied, by whichever thread or process copies
     them, and combined when the last one is there. Safe for concurrent use.
@@ -75,7 +75,7 @@ class CrcLedger:
         """Start a ledger over records of `sizes` bytes; `known` CRCs are final already."""
         self._sizes = sizes
         self._crcs: list[int | None] = list(known)
-        self._pieces: dict[int, list[Piece]] = {}
+        self._pieces: dict[int, list[PartialCrc]] = {}
         self._arrived: dict[int, int] = {}
         self._missing = self._crcs.count(None)
         self._lock = threading.RLock()
@@ -90,7 +90,7 @@ class CrcLedger:
             return
         with self._lock:
             pieces = self._pieces.setdefault(record, [])
-            pieces.append(Piece(record, start, length, crc))
+            pieces.append(PartialCrc(record, start, length, crc))
             self._arrived[record] = self._arrived.get(record, 0) + length
             if self._arrived[record] < self._sizes[record]:
                 return
@@ -109,17 +109,19 @@ class CrcLedger:
             self._crcs[first:stop] = crcs
             self._changed.notify_all()
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[PartialCrc]:
         """Return what is known so far, to be entered in the ledger of another writer."""
         with self._lock:
             found = [piece for pieces in self._pieces.values() for piece in pieces]
             columns = enumerate(zip(self._crcs, self._sizes, strict=True))
             whole = [
-                Piece(record, 0, size, crc) for record, (crc, size) in columns if crc is not None
+                PartialCrc(record, 0, size, crc)
+                for record, (crc, size) in columns
+                if crc is not None
             ]
         return found + whole
 
-    def merge(self, pieces: Iterable[Piece]) -> None:
+    def merge(self, pieces: Iterable[PartialCrc]) -> None:
         """Enter what other writers of the same file know (`pieces`)."""
         for piece in pieces:
             if self._crcs[piece.record] is None:
@@ -145,7 +147,7 @@ class CrcLedger:
         return cast("list[int]", self._crcs)
 
     def fail(self, cause: BaseException | None = None) -> None:
-        """Wake all who wait: the pieces they wait for will not come. They raise the cause."""
+        """Wake all waiting threads: what they wait for will not come. They raise the cause."""
         with self._lock:
             self._failed = True
             self._cause = self._cause or cause

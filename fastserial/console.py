@@ -1,4 +1,4 @@
-"""Where commands print to: the one place where what comes from files is made safe to print."""
+"""Output of the commands: text from files is made safe to print here."""
 
 from __future__ import annotations
 

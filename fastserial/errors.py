@@ -25,6 +25,7 @@ __all__ = [
     "LoadMismatchError",
     "PatchError",
     "PickleLimitError",
+    "RemoteError",
     "StorageChangedError",
     "TornSnapshotError",
     "TransferAbandonedError",
@@ -62,7 +63,7 @@ class EngineUnavailableError(EngineError, ImportError):
 
 
 class TransferAbandonedError(FastserialError, RuntimeError):
-    """Another thread that moves awaited bytes failed; its own error says why."""
+    """Another thread that moves awaited bytes failed; its own error has the cause."""
 
 
 class LayoutError(FastserialError, RuntimeError):
@@ -128,12 +129,12 @@ class UnreadableTensorError(FastserialError, RuntimeError):
 class LoadMismatchError(FastserialError, RuntimeError):
     """The targets and the checkpoint differ in keys, shapes or dtypes.
 
-    Nothing was changed, unless the text says so.
+    Nothing was changed, unless the message says so.
     """
 
 
 class UnknownPlacementError(LoadMismatchError):
-    """A DTensor's placement does not say which part of the tensor a rank holds."""
+    """It is unknown which part of a tensor a rank holds under a DTensor's placement."""
 
 
 class CheckpointReplacedError(FastserialError, FileNotFoundError):
@@ -160,6 +161,10 @@ class WriteError(FastserialError, OSError, RuntimeError):
 
     bytes_needed: int | None = None
     bytes_free: int | None = None
+
+
+class RemoteError(FastserialError, OSError):
+    """A remote store failed, after it was tried again; names the URL."""
 
 
 class DistributedError(FastserialError, RuntimeError):

@@ -20,7 +20,7 @@ __all__ = ["when_imported"]
 
 
 class _Finder:
-    """Finds nothing itself: lets the loader of an awaited module tell when it is done.
+    """Finds nothing itself: makes the loader of an awaited module call back when it is done.
 
     It stays in `sys.meta_path`: taking it out would let an import in another thread, which goes
     through that list, miss the finder behind it.
@@ -54,7 +54,7 @@ class _Finder:
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            vars(loader).pop("exec_module", None)  # from here on it is as it came
+            vars(loader).pop("exec_module", None)  # restore the loader
             run(module)
             for callback in self.awaited.pop(spec.name, ()):
                 callback(module)

@@ -1,11 +1,11 @@
-"""What stays whole whatever a signal handler raises: descriptors, threads, clean-up.
+"""Descriptors, threads and clean-up that survive exceptions of signal handlers.
 
 A signal handler runs in the main thread after any call, and may raise there. So
 
-- taking something and noting it is one call (of C: no handler runs inside), as is giving it back;
-- what was taken belongs to an object that gives it back when no reference to it is left, in C as
-  well, should the clean-up be skipped;
-- clean-up goes on where it was interrupted, and the interrupt is raised when all is done;
+- a resource is acquired and recorded in one call (of C: no handler runs inside), and released so;
+- it belongs to an object that releases it when no reference to it is left, in C as well, should the
+  clean-up be skipped;
+- clean-up continues where it was interrupted, and the interrupt is raised when all is done;
 - work on other threads cannot be interrupted.
 """
 
@@ -31,10 +31,10 @@ _TRIES = 100  # a step that fails so often will not end
 
 
 def finish(*steps: Callable[[], object]) -> None:
-    """Take all steps to their ends, then raise the first error that came up, if any.
+    """Complete all steps, then raise the first error, if any.
 
     Args:
-        steps: called again after an error; they are to go on where they were.
+        steps: called again after an error; each must continue where it was.
 
     Raises:
         BaseException: an error of a step, or whatever a signal handler raised during them.
@@ -98,7 +98,7 @@ class Descriptors:
         return self._fds[-1]
 
     def reopen_plain(self, fd: int, flags: int) -> int:
-        """Return a new descriptor of an open file, without our mark: for who looks at its flags.
+        """Return a new descriptor of an open file, without our mark, for code that checks flags.
 
         Raises:
             OSError: it cannot be opened.
@@ -171,7 +171,7 @@ class Background:
     def join(self) -> None:
         """Wait until all have ended, but for the calling one; again, if interrupted."""
         if sys.is_finalizing() or os.getpid() != self._pid:
-            return  # they are not there any more, and did not come to their ends
+            return  # the threads do not exist any more, and never ended
         for thread in tuple(self._started):
             if thread[0] == _thread.get_ident():
                 continue

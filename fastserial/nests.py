@@ -24,12 +24,12 @@ PLAIN_VALUES = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 def is_container(value: object) -> bool:
-    """Tell whether a value is a dictionary, a list or a tuple of any kind."""
+    """Return whether a value is a dictionary, a list or a tuple of any kind."""
     return isinstance(value, Mapping | list | tuple)
 
 
 def is_object(value: object) -> bool:
-    """Tell whether a value has a state that can be given back to it, as modules have."""
+    """Return whether a value has a state that can be loaded into it, as modules have."""
     methods = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
     return all(map(callable, methods)) and not isinstance(value, type)
 

@@ -21,7 +21,7 @@ _log = logging.getLogger("fastserial")
 class ProgressBar:
     """Counts bytes, and shows them on standard error once there are enough of them.
 
-    A bar that cannot be shown any more (its terminal is gone) is dropped: the save goes on.
+    A bar that cannot be shown any more (its terminal is gone) is dropped: the save continues.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -34,7 +34,7 @@ class ProgressBar:
         self._lock = threading.Lock()  # blocks are read and written on several threads
 
     def expect(self, nbytes: int) -> None:
-        """Tell how many bytes there will be in all."""
+        """Set the total number of bytes."""
         self._total = nbytes
         self.update(0)
 

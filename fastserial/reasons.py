@@ -1,4 +1,4 @@
-"""Why a save or a load did not go fastserial's fastest way, and what a user can do about it."""
+"""Why a save or a load was not done in the fastest manner, and what a user can do about it."""
 
 from __future__ import annotations
 

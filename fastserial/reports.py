@@ -96,7 +96,7 @@ HOST_ONLY = Transfer("cpu", "")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a save and a load tell alike.
+    """What the reports of saves and loads have in common.
 
     Attributes:
         path: the file, or the name of the file object.
@@ -104,7 +104,7 @@ class Report:
         bytes: how many were moved.
         seconds: from opening the file to its last byte or sync, the pickle included.
         engine: the engine that moved the bytes.
-        fallback: why they did not go the fastest way, or None.
+        fallback: why they were not moved in the fastest manner, or None.
         block_size, queue_depth, threads: the settings used (bytes, blocks, threads).
         phases: seconds per phase.
         submit: latency from queueing a block until its transfer starts.
@@ -155,7 +155,7 @@ class Report:
 _AnyReport = TypeVar("_AnyReport", bound=Report)
 
 
-def _hand_over(report: _AnyReport, take: Callable[[_AnyReport], None] | None, name: str) -> None:
+def _notify(report: _AnyReport, take: Callable[[_AnyReport], object] | None, name: str) -> None:
     _log.debug("%s", report)
     if take is not None:
         try:
@@ -166,7 +166,7 @@ def _hand_over(report: _AnyReport, take: Callable[[_AnyReport], None] | None, na
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotReport:
-    """How a save beside the program got hold of bytes that the program goes on to change.
+    """How a `save_async` kept bytes that the program went on to change.
 
     Attributes:
         kind: `copy` or `in_place`; `blocking`: it was saved before the call returned.
@@ -193,7 +193,7 @@ class RankReport:
 
     Attributes:
         rank: in the group.
-        node: what tells the nodes apart.
+        node: identifies the node.
         bytes: how many it wrote or read.
         sent_bytes, received_bytes: how many it exchanged with other ranks.
         phases: seconds; of a save `plan`, `wait` (for the other ranks), `exchange`, `write`,
@@ -221,6 +221,9 @@ class RankReport:
 class SaveReport(Report):
     """One finished save.
 
+        report = fastserial.save(state, "ckpt.pt")
+        print(report.bytes, report.seconds, report.phases)
+
     Attributes:
         container: `zip`, `legacy` or `raw` (a FastFileWriter used as a plain file).
         engine: `buffered` for one plain write.
@@ -228,7 +231,7 @@ class SaveReport(Report):
         durable: whether file and directory were synced.
         phases: `transfer`, `sync`, `commit`, and `serialize` for the rest, such as the pickle:
             they add up to `seconds`.
-        snapshot: of a save beside the program (`save_async`), else None.
+        snapshot: of a `save_async`, else None.
         ranks: of a save of many ranks, each rank's part; on rank 0.
     """
 
@@ -249,31 +252,41 @@ _last_save: SaveReport | None = None
 
 def publish_save(
     report: SaveReport,
-    on_report: Callable[[SaveReport], None] | None = None,
+    on_report: Callable[[SaveReport], object] | None = None,
     *,
     again: bool = False,
 ) -> None:
-    """Make a report the process's last one, and hand it to `on_report`.
+    """Make a report the process's last one, and pass it to `on_report`.
 
     Args:
-        again: there was one of this save, which told less; it is logged and counted.
+        again: it completes an earlier report of this save, which was logged and counted.
     """
     global _last_save
     _last_save = report
     if again:
         return
     SAVES.add(report.bytes, report.seconds, report.fallback)
-    _hand_over(report, on_report, "on_report")
+    _notify(report, on_report, "on_report")
 
 
 def last_save_report() -> SaveReport | None:
-    """Return the report of the save that finished last in this process, or None."""
+    """Return the report of the save that finished last in this process, or None.
+
+        torch.save(state, "ckpt.pt")
+        print(fastserial.last_save_report().bandwidth, "bytes/s")
+
+    A save that torch made itself has none; `fastserial.summary()` counts it and says why.
+    """
     return _last_save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport(Report):
     """One finished load.
+
+        fastserial.load("ckpt.pt")
+        report = fastserial.last_load_report()
+        print(report.bytes, report.seconds, report.fallback)
 
     Attributes:
         container: `zip`, `legacy` or `safetensors`.
@@ -313,25 +326,28 @@ _last_load: LoadReport | None = None
 
 
 def publish_load(report: LoadReport, on_load: Callable[[LoadReport], None] | None) -> None:
-    """Make a report the process's last one, and hand it to `on_load`."""
+    """Make a report the process's last one, and pass it to `on_load`."""
     global _last_load
     _last_load = report
     if report.engine == "torch":
         LOADS.add_torchs(report.fallback)
     else:
         LOADS.add(report.bytes, report.seconds, report.fallback)
-    _hand_over(report, on_load, "on_load")
+    _notify(report, on_load, "on_load")
 
 
 def last_load_report() -> LoadReport | None:
     """Return the report of the load that finished last in this process, or None.
+
+        torch.load("ckpt.pt")
+        print(fastserial.last_load_report())
 
     A `BytesIO`, from which torch also unpickles tensors, makes one only with `verify_on_load`.
     """
     return _last_load
 
 
-_MOST = 32  # reasons told apart
+_MOST = 32  # distinct reasons that are counted
 _OTHERS = "other reasons"
 
 
@@ -341,10 +357,10 @@ class Counts:
     Attributes:
         count: how many there were.
         nbytes: bytes moved by fastserial.
-        seconds: that these bytes took, together; also beside the program.
-        by_torch: how many went torch's own way.
+        seconds: that these bytes took together, `save_async` included.
+        by_torch: how many torch did itself.
         reasons: why, and how many for each; None: not known.
-        slower: why fastserial did not go its fastest way, and how many for each.
+        slower: why fastserial was not at its fastest, and how many for each.
     """
 
     def __init__(self) -> None:
@@ -361,7 +377,7 @@ class Counts:
         self.slower: dict[str | None, int] = {}
 
     def add(self, nbytes: int, seconds: float, reason: str | None) -> None:
-        """Count one that fastserial did; `reason`: why not the fastest way, or None."""
+        """Count one that fastserial did; `reason`: why it was not the fastest, or None."""
         with self._lock:
             self.count += 1
             self.nbytes += nbytes

@@ -2,7 +2,7 @@
 
 The `.pth` file calls `watch()` here only when `FASTSERIAL` is 1, true, yes or on. Nothing here
 may stop the interpreter or `import torch`: trouble becomes a warning. Nor may it take long: every
-Python process of a job comes by, and few of them use torch.
+Python process of a job runs it, and few of them use torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _torch_imported(_: object) -> None:
 
 
 def _deepspeed_imported(_: object) -> None:
-    """Let DeepSpeed's config ask for fastserial by its section."""
+    """Support the section of fastserial in DeepSpeed's config."""
     try:
         from fastserial.integrations.deepspeed import install
 

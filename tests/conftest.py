@@ -76,6 +76,7 @@ _SLOW = (
     "test_surroundings.py",
     "torch_suite/",
     "training/test_checkpointer_",
+    "training/test_mirror.py::test_kills",
 )
 
 

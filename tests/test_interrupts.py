@@ -16,7 +16,7 @@ from support.processes import run
 
 import fastserial
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.files import replacement
+from fastserial.files import destination
 from fastserial.interrupts import Background, Descriptors, finish
 
 
@@ -114,11 +114,11 @@ def test_clean_up_goes_on_where_it_was_interrupted() -> None:
 def test_the_old_file_is_closed_though_a_handler_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replacement, "LARGE_FILE", 1)
+    monkeypatch.setattr(destination, "LARGE_FILE", 1)
     fastserial.install()
     torch.save({"x": 1}, tmp_path / "f.pt")
     torch.save({"x": 1}, tmp_path / "f.pt")
-    replacement.wait_until_free()
+    destination.wait_until_free()
     before = descriptors()
     real = Background.start
     rung: list[bool] = []
@@ -135,7 +135,7 @@ def test_the_old_file_is_closed_though_a_handler_raises(
             torch.save({"x": 2}, tmp_path / "f.pt")
     finally:
         fastserial.uninstall()
-    replacement.wait_until_free()
+    destination.wait_until_free()
     assert rung
     assert descriptors() == before
     assert torch.load(tmp_path / "f.pt") == {"x": 2}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+
+from fastserial.nests import walk
 
 __all__ = ["different_tensors", "digest", "fingerprints", "tensors_of", "unshared"]
 
@@ -47,7 +49,11 @@ def fingerprints(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def tensors_of(state: object) -> dict[str, torch.Tensor]:
     """Return the tensors of nested mappings and lists, by their dotted names."""
-    return dict(_walk(state, ""))
+    return {
+        ".".join(map(str, path)): value
+        for path, value in walk(state)
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def unshared(state: object) -> dict[str, torch.Tensor]:
@@ -60,19 +66,6 @@ def unshared(state: object) -> dict[str, torch.Tensor]:
             seen.add(storage)
             kept[name] = tensor
     return kept
-
-
-def _walk(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-        return
-    inner: Iterator[tuple[object, object]] = iter(())
-    if isinstance(value, Mapping):
-        inner = iter(value.items())
-    elif isinstance(value, list | tuple):
-        inner = iter(enumerate(value))
-    for key, one in inner:
-        yield from _walk(one, f"{name}.{key}" if name else str(key))
 
 
 def _hash(tensor: torch.Tensor) -> str:

@@ -42,8 +42,7 @@ class Crashes:
 
     Attributes:
         name: `stock torch` or `fastserial`.
-        old: how often the checkpoint of before, whole.
-        new: how often the new one, whole.
+        old, new: how often the previous checkpoint, or the new one, whole.
         errors: how often nothing that loads, by the error.
     """
 
@@ -65,15 +64,15 @@ def run_crash(
         say: gets a line when something begins.
 
     Raises:
-        BenchError: there is too little memory or disk, or a saving process failed by itself.
+        BenchError: there is too little memory or disk, or a saving process failed.
     """
     check_memory(2 * nbytes)
     found = [Crashes(name) for name in _SAVERS]
-    with scratch(folder, 2 * nbytes + _SLACK) as place:
+    with scratch(folder, 2 * nbytes + _SLACK) as inside:
         for run in range(runs):
             for crashes in found:
                 say(f"{crashes.name}, kill {run + 1} of {runs}")
-                path = place / "ckpt.pt"
+                path = inside / "ckpt.pt"
                 _kill_a_save(crashes.name, path, nbytes)
                 _look(path, crashes)
                 path.unlink(missing_ok=True)
@@ -117,7 +116,7 @@ def _state(step: int, nbytes: int) -> dict[str, Any]:
 
 
 def _save(name: str, path: Path, nbytes: int) -> None:
-    """Save three checkpoints to a path; tell how long one takes before the last begins."""
+    """Save three checkpoints to a path; print how long one takes before the last begins."""
     with _SAVERS[name]():
         torch.save(_state(_FIRST, nbytes), path)
         old, new = _state(_OLD, nbytes), _state(_NEW, nbytes)

@@ -1,68 +1,47 @@
-"""`fastserial demo`: a transformer, saved both ways, compared byte by byte and loaded back."""
+"""`fastserial demo`: a transformer, saved by stock torch and by fastserial, the files compared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from fastserial.bench.compare import different_tensors
-from fastserial.bench.rotation import Plan, rotate, summarize
-from fastserial.bench.state import check_memory, scratch
-from fastserial.bench.table import MEASURED, Column, Result, Table, size, verdict
-from fastserial.bench.torch_rows import Format, fast, fast_row, stock, stock_row
+from fastserial.bench.save import SaveBench, run_save
+from fastserial.bench.state import check_memory
+from fastserial.bench.table import Result
 
 __all__ = ["build_model", "run_demo"]
 
-_FORMATS: tuple[Format, ...] = ("zip", "legacy")
 _VOCABULARY, _ITEM = 50257, 4
 _WIDTHS = (1024, 768, 256, 64)
-_SLACK = 64 << 20
 
 
 def run_demo(
     folder: Path, nbytes: int, runs: int, say: Callable[[str], None] = lambda text: None
 ) -> Result:
-    """Save and load a model of about `nbytes` bytes; every save includes its fsync.
+    """Save a model of about `nbytes` bytes; every save includes its fsync.
 
     Raises:
         BenchError: there is too little memory or disk.
         PatchError: the installed torch cannot be patched.
         WriteError: a save failed.
     """
-    with fast():
-        pass
-    say("building the model")
-    check_memory(3 * nbytes)  # the model, and two copies while loads are compared
-    state = build_model(nbytes)
-    rows = [
-        replace(make(state, container), check=partial(_loads_as, state))
-        for container in _FORMATS
-        for make in (stock_row, fast_row)
-    ]
-    needed = 2 * sum(tensor.nbytes for tensor in state.values()) + _SLACK
-    with scratch(folder, needed) as place:
-        found = summarize(rotate(rows, place, Plan(runs), say))
-    columns = [Column("bytes", "size", size), MEASURED[0], MEASURED[2]]
-    columns += [
-        Column("equal", "loads as saved", verdict),
-        Column("identical", "stock's bytes", verdict),
-    ]
-    # lines that are easy to find, also for a program
-    notes = [
-        f"{container}: identical: {'yes' if Table(pair, []).right else 'no'}"
-        for container, pair in zip(_FORMATS, (found[:2], found[2:]), strict=True)
-    ]
-    caption = (
-        f"A transformer with random weights: {len(state)} tensors; every save includes its fsync; "
-        f"medians of {runs} interleaved runs (least–greatest)"
+    check_memory(2 * nbytes)
+    bench = SaveBench(
+        folder, runs=runs, overwriting=False, loose=False, with_engines=False, with_fio=False
     )
-    settings = {"nbytes": nbytes, "runs": runs}
-    return Result("demo", folder, caption, settings, [Table(found, columns)], notes=notes)
+    subject = "a transformer with random weights", partial(build_model, nbytes)
+    found = run_save(bench, say, benchmark="demo", subject=subject)
+    rows = {row["name"]: row for row in found.tables[0].rows}
+    found.missing = {}
+    found.notes = [  # lines that are easy to find, also for a program
+        f"{container}: identical: {'yes' if rows[f'fastserial {container}']['identical'] else 'no'}"
+        for container in bench.formats
+    ]
+    return found
 
 
 def build_model(nbytes: int) -> dict[str, torch.Tensor]:
@@ -82,9 +61,3 @@ def build_model(nbytes: int) -> dict[str, torch.Tensor]:
         }
     )
     return dict(model.state_dict())
-
-
-def _loads_as(state: Mapping[str, torch.Tensor], path: Path) -> bool:
-    """Return whether stock torch loads a file as what was saved."""
-    with stock():
-        return not different_tensors(state, torch.load(path, weights_only=True))

@@ -7,58 +7,46 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fastserial.bench.measure import BenchError, Sample
 from fastserial.bench.rotation import DURABLE, Row
-from fastserial.bench.state import chill, reserved_huge_bytes
+from fastserial.bench.state import chill
 from fastserial.reports import Latency
 
 __all__ = [
-    "HUGE_BYTES",
+    "NOT_INSTALLED",
     "READ",
-    "FioVariant",
-    "best_reads",
-    "best_variants",
+    "FioSettings",
+    "best_read",
+    "best_write",
     "fio_row",
-    "fresh_variant",
     "installed",
     "read_file",
     "run_fio",
 ]
 
 READ = "fio read"
-_READ_HUGE = "fio read, huge pages"
+NOT_INSTALLED = "not installed: apt-get install fio"
 _ENGINES = ("io_uring", "libaio")
 _BLOCKS = (1 << 20, 4 << 20, 8 << 20)
 _DEPTH = 8
-HUGE_BYTES = (_DEPTH + 2) * _BLOCKS[-1]  # of reserved huge pages, for its buffers
 _ERROR_LINES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class FioVariant:
-    """One way to run fio: engine, block size (bytes), preallocation, direct I/O, depth.
-
-    `huge`: its buffers are reserved huge pages. `fresh`: each block of the file has a buffer of its
-    own (all are queued at once), so that no memory is written twice, as in saving a checkpoint.
-    """
+class FioSettings(NamedTuple):
+    """Settings of one run of fio: engine, block size (bytes), preallocation, direct I/O."""
 
     engine: str
     block: int
-    preallocate: bool
+    preallocate: bool = False
     direct: bool = True
-    depth: int = _DEPTH
-    huge: bool = False
-    fresh: bool = False
 
     def __str__(self) -> str:
         extras = ", prealloc" if self.preallocate else ""
-        extras += ("" if self.direct else ", buffered") + (", huge pages" if self.huge else "")
-        depth = ", fresh data" if self.fresh else f"×{self.depth}"
-        return f"fio {self.engine} {self.block >> 20}MiB{depth}{extras}"
+        extras += "" if self.direct else ", buffered"
+        return f"fio {self.engine} {self.block >> 20}MiB×{_DEPTH}{extras}"
 
 
 def installed() -> bool:
@@ -66,7 +54,7 @@ def installed() -> bool:
     return shutil.which("fio") is not None
 
 
-def run_fio(variant: FioVariant, path: Path, nbytes: int, jobs: int = 1) -> Sample:
+def run_fio(settings: FioSettings, path: Path, nbytes: int, jobs: int = 1) -> Sample:
     """Write a new file of about `nbytes` bytes with fio, its final fsync included.
 
     The preallocation is not in fio's time, nor is its start. Several jobs write a part each.
@@ -74,31 +62,29 @@ def run_fio(variant: FioVariant, path: Path, nbytes: int, jobs: int = 1) -> Samp
     Raises:
         BenchError: fio failed, with its message.
     """
-    blocks = max(1, round(nbytes / variant.block / jobs))
-    depth = blocks if variant.fresh else variant.depth
-    part = blocks * variant.block
-    options = ["--end_fsync=1", f"--fallocate={'native' if variant.preallocate else 'none'}"]
+    blocks = max(1, round(nbytes / settings.block / jobs))
+    part = blocks * settings.block
+    options = ["--end_fsync=1", f"--fallocate={'native' if settings.preallocate else 'none'}"]
     options += [f"--numjobs={jobs}", f"--offset_increment={part}", f"--filesize={part * jobs}"]
-    return _run(variant, path, "write", blocks, depth, options)
+    return _run(settings, path, "write", blocks, options)
 
 
-def read_file(variant: FioVariant, path: Path, jobs: int = 1) -> Sample:
+def read_file(settings: FioSettings, path: Path, jobs: int = 1) -> Sample:
     """Read a file once, in whole blocks. Several jobs read a part each.
 
     Raises:
         BenchError: fio failed, with its message.
     """
-    blocks = max(1, path.stat().st_size // variant.block // jobs)
-    options = ["--readonly", f"--numjobs={jobs}", f"--offset_increment={blocks * variant.block}"]
-    return _run(variant, path, "read", blocks, variant.depth, options)
+    blocks = max(1, path.stat().st_size // settings.block // jobs)
+    options = ["--readonly", f"--numjobs={jobs}", f"--offset_increment={blocks * settings.block}"]
+    return _run(settings, path, "read", blocks, options)
 
 
 def _run(
-    variant: FioVariant,
+    settings: FioSettings,
     path: Path,
     direction: Literal["read", "write"],
     blocks: int,
-    depth: int,
     options: Sequence[str],
 ) -> Sample:
     command = [
@@ -107,13 +93,12 @@ def _run(
         # fio takes a colon for the end of a file name
         f"--filename={str(path).replace(':', chr(92) + ':')}",
         f"--rw={direction}",
-        f"--size={blocks * variant.block}",
-        f"--bs={variant.block}",
-        f"--ioengine={variant.engine}",
-        f"--iodepth={depth}",
-        f"--direct={int(variant.direct)}",
+        f"--size={blocks * settings.block}",
+        f"--bs={settings.block}",
+        f"--ioengine={settings.engine}",
+        f"--iodepth={_DEPTH}",
+        f"--direct={int(settings.direct)}",
         *options,
-        f"--iomem={'mmaphuge' if variant.huge else 'malloc'}",
         "--thread",
         "--group_reporting",
         "--output-format=json",
@@ -125,7 +110,7 @@ def _run(
         job = None
     if done.returncode or job is None or job["error"] or not job[direction]["runtime"]:
         words = (done.stderr or done.stdout).strip().splitlines()[:_ERROR_LINES]
-        raise BenchError(f"{variant} failed: {' '.join(words)}")
+        raise BenchError(f"{settings} failed: {' '.join(words)}")
     moved = job[direction]
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
     latency = _latency(moved["clat_ns"])
@@ -143,88 +128,56 @@ def _latency(found: Mapping[str, Any]) -> Latency:
     )
 
 
-def best_variants(try_one: Callable[[FioVariant], Sample], huge: bool = False) -> list[FioVariant]:
-    """Return the fastest variant with preallocation and the fastest without.
+def best_write(try_one: Callable[[FioSettings], Sample]) -> FioSettings:
+    """Return the settings that write fastest; through the page cache if direct I/O is refused.
 
     Args:
-        try_one: runs a variant once, on a new file. `BenchError` rules the variant out.
-        huge: use huge pages (if none works with them: ordinary ones).
+        try_one: writes a new file once. `BenchError` rules the settings out.
 
     Raises:
         BenchError: fio cannot write there at all.
     """
-    problem = BenchError("fio has no engine to try")
-    # small pages, and then the page cache, only where nothing better works
-    for direct, pages in [(True, True)] * huge + [(True, False), (False, False)]:
-        found = []
-        for preallocate in (True, False):
-            try:
-                found.append(_fastest(try_one, preallocate, direct, pages))
-            except BenchError as error:
-                problem = error
-        if found:
-            return found
-    raise problem
+    try:
+        return _fastest(try_one, preallocate=(True, False))
+    except BenchError:
+        return _fastest(try_one, preallocate=(True, False), direct=False)
 
 
-def best_reads(
-    path: Path, missing: dict[str, str], say: Callable[[str], None], jobs: int = 1
-) -> dict[str, FioVariant]:
-    """Return fio's fastest ways to read a file by name: as it is, and on reserved huge pages.
+def best_read(path: Path, say: Callable[[str], None], jobs: int = 1) -> FioSettings:
+    """Return the settings that read a file fastest, with nothing of it in the page cache.
 
-    Why one is not there is put in `missing`.
+    Raises:
+        BenchError: fio is not installed, or cannot read it.
     """
     if not installed():
-        missing[READ] = "not installed: apt-get install fio"
-        return {}
-    found = {}
-    names = [READ] + [_READ_HUGE] * (reserved_huge_bytes() >= HUGE_BYTES)
-    for name in names:
+        raise BenchError(NOT_INSTALLED)
 
-        def try_one(variant: FioVariant) -> Sample:
-            say(f"looking for the best read: {variant}")
-            chill((path,))
-            return read_file(variant, path, jobs)
+    def try_one(settings: FioSettings) -> Sample:
+        say(f"looking for the best read: {settings}")
+        chill((path,))
+        return read_file(settings, path, jobs)
 
-        try:
-            found[name] = _fastest(try_one, huge=name == _READ_HUGE)
-        except BenchError as error:
-            missing[name] = str(error)
-    return found
+    return _fastest(try_one)
 
 
 def _fastest(
-    try_one: Callable[[FioVariant], Sample],
-    preallocate: bool = False,
+    try_one: Callable[[FioSettings], Sample],
+    preallocate: Sequence[bool] = (False,),
     direct: bool = True,
-    huge: bool = False,
-) -> FioVariant:
-    """Return the fastest combination of engine and block size.
-
-    Raises:
-        BenchError: of the last one, if none works.
-    """
-    best: tuple[float, FioVariant] | None = None
+) -> FioSettings:
+    found: dict[FioSettings, float] = {}
     problem = BenchError("fio has no engine to try")
-    for engine, block in itertools.product(_ENGINES, _BLOCKS):
-        variant = FioVariant(engine, block, preallocate, direct, huge=huge)
+    for engine, block, reserves in itertools.product(_ENGINES, _BLOCKS, preallocate):
+        settings = FioSettings(engine, block, reserves, direct)
         try:
-            bandwidth = try_one(variant).bandwidth
+            found[settings] = try_one(settings).bandwidth
         except BenchError as error:
             problem = error
-            continue
-        if best is None or bandwidth > best[0]:
-            best = bandwidth, variant
-    if best is None:
+    if not found:
         raise problem
-    return best[1]
+    return max(found, key=found.__getitem__)
 
 
-def fresh_variant(best: FioVariant) -> FioVariant:
-    """Return the variant that writes data as a checkpoint's are: fresh, and on ordinary pages."""
-    return replace(best, huge=False, fresh=True)
-
-
-def fio_row(variant: FioVariant, nbytes: int) -> Row:
+def fio_row(settings: FioSettings, nbytes: int) -> Row:
     """Return a row of fio."""
-    return Row(str(variant), DURABLE, lambda path: run_fio(variant, path, nbytes))
+    return Row(str(settings), DURABLE, lambda path: run_fio(settings, path, nbytes))

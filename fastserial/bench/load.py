@@ -1,31 +1,25 @@
-"""`fastserial bench load`: one checkpoint, every way to load it, and fio, in the same run.
+"""`fastserial bench load`: one checkpoint, loaded by stock torch, by fastserial, and read by fio.
 
-Cold means that no page of the file is in the page cache, warm that all are. Loads need new
-memory, which was freed a moment before or, in the last group, fresh: a hypervisor may have taken it
-back, and touching it costs more than the load. Rows run interleaved, each load in a process of its
-own, and what each one loads first is compared with what was saved.
+Cold means that no page of the file is in the page cache, warm that all are. Rows run interleaved,
+and what each one loads first is compared with what was saved.
 
-A process of its own, as a program that resumes from a checkpoint does it: memory that was used
-before is cheaper than new memory, and huge pages that one row asked for stay with the process. The
-processes are forked from a server that has imported torch and fastserial: no import is timed.
+Each load has a process of its own, as in a program that resumes from a checkpoint: memory that was
+used before is cheaper than new memory, and huge pages that one row asked for stay with the process.
+The processes are forked from a server that has imported torch and fastserial: no import is timed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import multiprocessing
-import signal
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +30,7 @@ from fastserial.bench.compare import fingerprints
 from fastserial.bench.measure import BenchError, Sample, measure
 from fastserial.bench.payload import check_gpu, mixed_state
 from fastserial.bench.rotation import COLD, Plan, Row, rotate, summarize
-from fastserial.bench.state import (
-    check_memory,
-    chill,
-    fetch_free_memory,
-    scratch,
-    small_pages,
-    warm,
-)
+from fastserial.bench.state import check_memory, chill, fetch_free_memory, scratch, warm
 from fastserial.bench.table import MEASURED, Column, Result, Table, verdict
 from fastserial.bench.torch_rows import fast, stock, write
 from fastserial.checkpoints.load_into import load_into
@@ -53,11 +40,10 @@ from fastserial.reports import format_bytes, last_load_report
 __all__ = ["HOST", "TEMPERATURES", "LoadBench", "Reader", "run_load", "touch"]
 
 HOST = "cpu"  # where to load to, if not to a device
-WARM, FRESH = "warm", "warm, fresh memory"
-TEMPERATURES = {"cold": COLD, "warm": WARM, "fresh": FRESH}
+WARM = "warm"
+TEMPERATURES = (COLD, WARM)
 _HEADROOM = 256 << 20
 _PAGE = 4096
-_TAKEN_BACK = 4.0  # seconds in which a hypervisor takes back what is free
 _FREE_BLOCKS = 2 << 30  # bytes, of which the kernel takes some: more than a small file needs
 _STOCK = "stock zip"
 
@@ -69,10 +55,10 @@ class LoadBench:
     """What to measure.
 
     Attributes:
-        folder: where the checkpoint lies; its disk is what is measured.
+        folder: of the checkpoint; its disk is measured.
         nbytes, tensors: of the state dict, about.
         runs: rounds that count; one warm-up comes before.
-        temperatures: values of `TEMPERATURES`, those to measure.
+        temperatures: those of `TEMPERATURES` to measure.
         with_fio: compare cold loads with fio.
         gpu: load to the CUDA device.
         pause: seconds of rest between two runs.
@@ -82,7 +68,7 @@ class LoadBench:
     nbytes: int = 3 << 30
     tensors: int = 300
     runs: int = 5
-    temperatures: tuple[str, ...] = tuple(TEMPERATURES.values())
+    temperatures: tuple[str, ...] = TEMPERATURES
     with_fio: bool = True
     gpu: bool = False
     pause: float = 0.2
@@ -90,17 +76,16 @@ class LoadBench:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """One way to load. It is pickled: functions in it are those of a module, or parts of them.
+    """How to load. It is pickled, so its functions are those of a module, or partials of them.
 
     Attributes:
         name: what is measured.
         paths: files it reads, to be put into or out of the page cache.
         load: loads everything and returns it; it gets tensors to fill, if `fills`, else None.
         context: entered around the load and the timing.
-        fills: it loads into tensors whose memory is there before it is timed.
-        small_pages: it shuns huge pages, and is compared with a fio that has none.
+        fills: it loads into tensors that were allocated before the timing.
         modules: what is imported before the load is timed.
-        is_peer: another package's: it may fail here, and is not measured in fresh memory.
+        is_peer: another package's, which may fail here.
     """
 
     name: str
@@ -108,7 +93,6 @@ class Reader:
     load: Callable[[State | None], State]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     fills: bool = False
-    small_pages: bool = False
     modules: tuple[str, ...] = ()
     is_peer: bool = False
 
@@ -147,11 +131,14 @@ def run_load(
         readers, missing = peers(state, folder, device) if peers is not None else ([], {})
         readers = [*_readers(state, folder, device), *readers]
         path = readers[0].paths[0]
-        yardsticks = {}
+        best: fio.FioSettings | None = None
         if not bench.with_fio:
             missing[fio.READ] = "switched off (--no-fio)"
         elif COLD in bench.temperatures:
-            yardsticks = fio.best_reads(path, missing, say)
+            try:
+                best = fio.best_read(path, say)
+            except BenchError as error:
+                missing[fio.READ] = str(error)
         loads = _Loads(
             folder=folder,
             nbytes=sum(tensor.nbytes for tensor in state.values()),
@@ -160,17 +147,15 @@ def run_load(
             device=device,
         )
         del state
-        rows = [loads.fio_row(name, variant, path) for name, variant in yardsticks.items()]
+        rows = [loads.fio_row(best, path)] if best is not None else []
         rows += [
             loads.row(reader, temperature)
             for temperature in bench.temperatures
             for reader in readers
-            if not (temperature == FRESH and reader.is_peer)
-            if yardsticks or not reader.small_pages
         ]
         measured = rotate(rows, folder, Plan(bench.runs, pause=bench.pause), say)
     missing |= {one.row.name: one.problem for one in measured if one.problem is not None}
-    found = summarize(measured, [f"{fio.READ}, {COLD}"])
+    found = summarize(measured, f"{fio.READ}, {COLD}")
     caption = (
         f"{bench.tensors} tensors, {format_bytes(bench.nbytes)}{', to the GPU' * bench.gpu}; "
         f"medians of {bench.runs} interleaved runs (least–greatest); ratios are of runs of the "
@@ -194,32 +179,31 @@ def touch(state: State) -> State:
 
 
 def _readers(state: State, folder: Path, device: str) -> Iterator[Reader]:
-    """Write the state dict in both containers, and yield the ways to load it."""
+    """Write the state dict in both containers, and yield how to load it."""
     paths = folder / "checkpoint.pt", folder / "checkpoint.legacy.pt"
     with stock():
         write(state, paths[0], "zip")
         write(state, paths[1], "legacy")
-    place = None if device == HOST else device
-    zip_, legacy = (partial(_load, path, place) for path in paths)
+    target_device = None if device == HOST else device
+    zip_, legacy = (partial(_load, path, target_device) for path in paths)
     yield Reader(_STOCK, paths[:1], zip_, stock)
-    yield Reader(f"{_STOCK}, mmap, touched", paths[:1], partial(_mapped, paths[0], place), stock)
+    yield Reader(
+        f"{_STOCK}, mmap, touched", paths[:1], partial(_mapped, paths[0], target_device), stock
+    )
     yield Reader("stock legacy", paths[1:], legacy, stock)
     yield Reader("fastserial zip", paths[:1], zip_, fast)
-    if place is None:
-        pages = _fast_on_small_pages
-        yield Reader("fastserial zip, small pages", paths[:1], zip_, pages, small_pages=True)
     yield Reader("fastserial zip, verified", paths[:1], zip_, partial(fast, verify_on_load=True))
     yield Reader("fastserial legacy", paths[1:], legacy, fast)
     yield Reader("fastserial load_into", paths[:1], partial(_fill, paths[0]), fills=True)
 
 
-def _load(path: Path, place: str | None, _: State | None) -> State:
-    found: State = torch.load(path, map_location=place)
+def _load(path: Path, target_device: str | None, _: State | None) -> State:
+    found: State = torch.load(path, map_location=target_device)
     return found
 
 
-def _mapped(path: Path, place: str | None, _: State | None) -> State:
-    return touch(torch.load(path, map_location=place, mmap=True))
+def _mapped(path: Path, target_device: str | None, _: State | None) -> State:
+    return touch(torch.load(path, map_location=target_device, mmap=True))
 
 
 def _fill(path: Path, target: State | None) -> State:
@@ -228,18 +212,12 @@ def _fill(path: Path, target: State | None) -> State:
     return state
 
 
-@contextmanager
-def _fast_on_small_pages() -> Iterator[None]:
-    with fast(), small_pages():
-        yield
-
-
 # -- rows ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One load: the way, the tensors that it fills, where to, and whether to look at the result."""
+    """One load: how, the tensors that it fills, where to, and whether to look at the result."""
 
     reader: Reader
     shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -249,7 +227,7 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class _Loads:
-    """Makes rows of a checkpoint that lies in a folder, and is to be loaded again and again."""
+    """Makes the rows of a checkpoint in a folder, which is loaded again and again."""
 
     folder: Path
     nbytes: int
@@ -274,26 +252,23 @@ class _Loads:
         name, base = (f"{one}, {temperature}" for one in (reader.name, _STOCK))
         return Row(name, temperature, run, base, check=lambda _: equal[0], optional=reader.is_peer)
 
-    def fio_row(self, name: str, variant: fio.FioVariant, path: Path) -> Row:
+    def fio_row(self, settings: fio.FioSettings, path: Path) -> Row:
         def run(_: Path) -> Sample:
             self._prepare((), COLD)
-            return fio.read_file(variant, path)
+            return fio.read_file(settings, path)
 
-        return Row(f"{name}, {COLD}", COLD, run)
+        return Row(f"{fio.READ}, {COLD}", COLD, run)
 
     def _prepare(self, paths: tuple[Path, ...], temperature: str) -> None:
-        """Bring memory and page cache into the same state for every row.
+        """Give every row the same state of memory and page cache.
 
-        Of all files only those that a warm row reads are in the page cache.
+        Only the files that a warm row reads are in the page cache.
         """
         kept = () if temperature == COLD else paths
         files = (path for path in self.folder.rglob("*") if path.is_file())
         chill(path for path in files if path not in kept)
         warm(kept)
-        if temperature == FRESH:
-            time.sleep(_TAKEN_BACK)
-        else:
-            fetch_free_memory(max(self.nbytes, min(16 * self.nbytes, _FREE_BLOCKS)))
+        fetch_free_memory(max(self.nbytes, min(16 * self.nbytes, _FREE_BLOCKS)))
 
 
 def _load_afresh(task: _Task) -> tuple[Sample, Mapping[str, str] | None]:
@@ -302,57 +277,23 @@ def _load_afresh(task: _Task) -> tuple[Sample, Mapping[str, str] | None]:
     Raises:
         BenchError: the load failed, or the process died.
     """
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("forkserver")  # which ignores Ctrl-C itself
     context.set_forkserver_preload([__name__])
-    _start_server()
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(task, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    found: Any = None
-    try:
-        found = ours.recv()
-    except EOFError:
-        pass
-    except BaseException:
-        process.kill()
-        raise
-    finally:
-        process.join()
-        ours.close()
-    if isinstance(found, tuple):
-        return found
-    why = found or f"its process died, exit code {process.exitcode}"
-    raise BenchError(f"{task.reader.name}: {why}")
-
-
-def _start_server() -> None:
-    """Start the server of the processes. Like them it ignores Ctrl-C: the parent ends them."""
-    if threading.current_thread() is not threading.main_thread():
-        forkserver.ensure_running()
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with ProcessPoolExecutor(1, context) as process:
+        try:
+            return process.submit(_timed, task).result()
+        except BrokenProcessPool as error:
+            raise BenchError(f"{task.reader.name}: its process died") from error
+        except Exception as error:
+            why = "".join(traceback.format_exception_only(error)).strip()
+            raise BenchError(f"{task.reader.name}: {why}") from error
 
 
 # -- in the new process --------------------------------------------------------------------------
 
 
-def _serve(task: _Task, answer: Connection[Any, Any]) -> None:
-    found: Any
-    gc.freeze()  # a collection would copy every page that is shared with the server
-    try:
-        found = _timed(task)
-    except BaseException as error:  # reported to the parent
-        found = "".join(traceback.format_exception_only(error)).strip()
-    with contextlib.suppress(BrokenPipeError):  # the parent is gone
-        answer.send(found)
-
-
 def _timed(task: _Task) -> tuple[Sample, Mapping[str, str] | None]:
+    gc.freeze()  # a collection would copy every page that is shared with the server
     reader, device = task.reader, task.device
     for module in reader.modules:
         importlib.import_module(module)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fastserial import __version__
-from fastserial.diagnosis.folder import Folder
-from fastserial.files.meminfo import meminfo
+from fastserial.diagnosis.folder import FolderFacts
+from fastserial.files.linux import meminfo
 from fastserial.printable import printable
 from fastserial.reports import format_bytes
 
@@ -39,24 +39,15 @@ def describe_machine(found: dict[str, Any]) -> str:
     )
 
 
-def describe_folder(folder: Folder) -> str:
-    """Return file system, device and alignment in one line."""
+def describe_folder(folder: FolderFacts) -> str:
+    """Return file system and device in one line."""
     device = folder.device
-    words = [folder.file_system]
-    if device.name:
-        words.append(f"on {' '.join(filter(None, (device.name, device.model)))}")
-        if device.nbytes is not None:
-            words.append(f"of {format_bytes(device.nbytes)}")
+    words = [folder.file_system, f"on {device.name} {device.model}".rstrip() * bool(device.name)]
     if device.backing_file:
         words.append(f"(a loop device over {printable(device.backing_file)})")
-    direct = "no direct I/O"
-    if folder.direct_problem is None and folder.alignment is not None:
-        source = "reported" if folder.alignment.kernel_reported else "assumed"
-        direct = (
-            f"direct I/O alignment {folder.alignment.memory}/{folder.alignment.offset} bytes "
-            f"(memory/file, {source})"
-        )
-    return f"{' '.join(words)}, {format_bytes(folder.free_bytes)} free, {direct}"
+    direct = "no direct I/O" if folder.direct_problem or not folder.alignment else "direct I/O"
+    free = format_bytes(folder.free_bytes)
+    return f"{' '.join(filter(None, words))}, {free} free, {direct}"
 
 
 def _cpu() -> str:

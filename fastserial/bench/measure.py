@@ -32,13 +32,13 @@ class Sample:
     """What one timed call took, or one transfer.
 
     Attributes:
-        nbytes: that it moved; 0 where nobody has said so.
+        nbytes: that it moved; 0 if unknown.
         seconds: wall clock.
         cpu_seconds: processor time of all threads of this process, user and system.
         extra_bytes: peak of resident memory above what was resident before; None where the
             kernel does not let us reset the peak.
         latency: of the single requests (seconds), where the row knows them.
-        fallback: why the transfer did not go the fastest way, or None.
+        fallback: why the transfer was slower than possible, or None.
     """
 
     nbytes: int

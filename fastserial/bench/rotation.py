@@ -1,4 +1,4 @@
-"""Runs rows interleaved, A B C A B C, so that drift of the machine hits all of them alike."""
+"""Runs rows interleaved, A B C A B C, so that drift of the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ __all__ = [
     "COLD",
     "DURABLE",
     "LOOSE",
-    "OVERHEAD",
     "OVERWRITE",
     "Measured",
     "Plan",
@@ -29,11 +28,10 @@ __all__ = [
     "summarize",
 ]
 
-# Groups: rows of one give the same promise, and only they are compared.
+# Groups: rows of one group have the same guarantee, and only they are compared.
 DURABLE = "durable"
 OVERWRITE = "durable, overwriting"
 LOOSE = "not durable"
-OVERHEAD = "no I/O (own cost)"
 COLD = "cold"
 _WITH_THE_DISK = (DURABLE, OVERWRITE, COLD)  # what fio does, too
 # One stem for all: the archive name, and with it the bytes of a zip, depends on it.
@@ -42,12 +40,12 @@ _STEM = "checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to write or read one checkpoint.
+    """How to write or read one checkpoint.
 
     Attributes:
         name: what is measured.
-        group: what it may be compared with: rows of one group give the same promise.
-        run: writes a file or a directory at a path (or reads what it knows of) and returns what
+        group: rows with the same guarantee, which alone are compared.
+        run: writes a file or a directory at a path (or reads a file of its own) and returns what
             that took.
         stock: name of the row of stock torch that this one is compared with.
         same_bytes_as: name of a row above whose file this one's must equal.
@@ -182,12 +180,12 @@ def ratio(
     return Spread.of(theirs / mine * scale for mine, theirs in pairs)
 
 
-def summarize(measured: Sequence[Measured], fio: Sequence[str] = ()) -> list[dict[str, Any]]:
+def summarize(measured: Sequence[Measured], fio: str = "") -> list[dict[str, Any]]:
     """Return what a table shows of each row that ran.
 
     Args:
         measured: the rows.
-        fio: names of its rows, of which the one with the least median time is compared with.
+        fio: name of its row, which others are compared with.
 
     Returns:
         `name`, `group`, `bytes` (of the file), `seconds`, `bytes_per_second`, `to_fio` (None for
@@ -197,11 +195,7 @@ def summarize(measured: Sequence[Measured], fio: Sequence[str] = ()) -> list[dic
     """
     samples = {one.row.name: one.samples for one in measured if one.samples}
     bases = {one.row.stock for one in measured}
-    yardstick = min(
-        (samples[name] for name in fio if name in samples),
-        key=lambda runs: statistics.median(run.seconds / run.nbytes for run in runs),
-        default=None,
-    )
+    yardstick = samples.get(fio)
 
     def to(base: Sequence[Sample] | None, mine: Sequence[Sample]) -> Spread | None:
         if base is None:

@@ -9,28 +9,24 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastserial.bench import fio
 from fastserial.bench.compare import tensors_of, unshared
 from fastserial.bench.measure import BenchError, Sample
-from fastserial.bench.payload import mixed_state, model_state
+from fastserial.bench.payload import mixed_state
 from fastserial.bench.rotation import DURABLE, Plan, Row, rotate, summarize
-from fastserial.bench.state import check_memory, reserved_huge_bytes, scratch, settle
+from fastserial.bench.state import scratch, settle
 from fastserial.bench.table import CHECKED, MEASURED, Result, Table
 from fastserial.bench.torch_rows import Format, engine_rows, fast, torch_rows
 from fastserial.reports import format_bytes
 
-__all__ = ["SaveBench", "compare", "run_save"]
+__all__ = ["SaveBench", "run_save"]
 
 _HEADROOM = 256 << 20
 _STEADY = 2.0  # slowest run over the fastest
-_PAGES = (
-    "fio ran on ordinary pages, fastserial on huge ones: only the rows “small pages” compare like "
-    "with like, and a ratio above 1 does not mean faster than the device. For fio on huge pages: "
-    "sysctl vm.nr_hugepages=64, and back to what it was afterwards."
-)
 Others = Callable[[object, Sequence[Format]], tuple[list[Row], dict[str, str]]]
 
 
@@ -40,9 +36,7 @@ class SaveBench:
 
     Attributes:
         folder: where to write; its disk is what is measured.
-        nbytes, tensors: of a state dict in mixed sizes, if there is no model.
-        model: a name of `payload.MODELS`, or a folder with a transformers config; None: no model.
-        optimizer, half: with Adam's states; weights in float16.
+        nbytes, tensors: of a state dict of mixed sizes.
         gpu: tensors on the CUDA device.
         formats: torch's containers to save.
         runs: rounds that count; one warm-up comes before.
@@ -55,9 +49,6 @@ class SaveBench:
     folder: Path
     nbytes: int = 3 << 30
     tensors: int = 300
-    model: str | None = None
-    optimizer: bool = False
-    half: bool = False
     gpu: bool = False
     formats: tuple[Format, ...] = ("zip", "legacy")
     runs: int = 5
@@ -67,23 +58,13 @@ class SaveBench:
     with_fio: bool = True
     pause: float = 0.3
 
-    def state(self) -> dict[str, Any]:
-        """Return what is saved.
-
-        Raises:
-            BenchError: memory is short, or the model or a GPU is missing.
-        """
-        device = "cuda" if self.gpu else "cpu"
-        if self.model is None:
-            return mixed_state(self.nbytes, self.tensors, device)
-        return model_state(self.model, optimizer=self.optimizer, half=self.half, device=device)
-
 
 def run_save(
     bench: SaveBench,
     say: Callable[[str], None] = lambda text: None,
     others: Others | None = None,
     benchmark: str = "save",
+    subject: tuple[str, Callable[[], dict[str, Any]]] | None = None,
 ) -> Result:
     """Run the benchmark.
 
@@ -92,110 +73,70 @@ def run_save(
         say: receives a text for each step.
         others: makes more rows of the state and the containers, and says why some are not there.
         benchmark: its name.
+        subject: what is saved instead of mixed sizes: its name, and what makes it.
 
     Raises:
         BenchError: too little memory or disk, or the folder cannot be used.
         PatchError: the installed torch cannot be patched.
         WriteError: a save failed.
     """
-    with fast():  # before minutes are spent on other rows
-        pass
-    with scratch(bench.folder, 0):  # likewise
+    with fast(), scratch(bench.folder, 0):  # before minutes are spent on other rows
         pass
     say("making the data")
-    state = bench.state()
+    device = "cuda" if bench.gpu else "cpu"
+    what, make_state = subject or (
+        "mixed sizes",
+        partial(mixed_state, bench.nbytes, bench.tensors, device),
+    )
+    state = make_state()
     nbytes = sum(tensor.nbytes for tensor in unshared(state).values())
-    rows, missing = engine_rows(state, bench.formats) if bench.with_engines else ([], {})
-    if others is not None:
-        more, absent = others(state, bench.formats)
-        rows, missing = [*rows, *more], {**missing, **absent}
+    rows = torch_rows(state, bench.formats, overwriting=bench.overwriting, loose=bench.loose)
+    missing: dict[str, str] = {}
+    for make in ([engine_rows] if bench.with_engines else []) + ([others] if others else []):
+        more, absent = make(state, bench.formats)
+        rows += more
+        missing |= absent
     with scratch(bench.folder, 2 * nbytes + _HEADROOM) as folder:
-        table, notes = compare(
-            lambda small_pages: [
-                *torch_rows(
-                    state,
-                    bench.formats,
-                    overwriting=bench.overwriting,
-                    loose=bench.loose,
-                    small_pages=small_pages,
-                ),
-                *rows,
-            ],
-            nbytes,
-            folder,
-            Plan(bench.runs, pause=bench.pause),
-            missing,
-            with_fio=bench.with_fio,
-            say=say,
-        )
-    words = [bench.model or "mixed sizes", "float16 weights" * bench.half]
-    words += ["Adam's states in float32" * bench.optimizer, "on the GPU" * bench.gpu]
+        best = _best_of_fio(bench, folder / "fio", nbytes, missing, say)
+        if best is not None:
+            rows = [fio.fio_row(best, nbytes), *rows]
+        found = summarize(rotate(rows, folder, Plan(bench.runs, pause=bench.pause), say), str(best))
     caption = (
-        f"{', '.join(filter(None, words))}: {len(tensors_of(state)):,} tensors, "
+        f"{what}{', on the GPU' * bench.gpu}: {len(tensors_of(state)):,} tensors, "
         f"{format_bytes(nbytes)}; medians of {bench.runs} interleaved runs (least–greatest); "
         "ratios are of runs of the same round"
     )
-    settings = {**asdict(bench), "folder": str(bench.folder)}
-    return Result(benchmark, bench.folder, caption, settings, [table], missing, notes)
+    settings = {**asdict(bench), "folder": str(bench.folder), "subject": what}
+    table = Table(found, [*MEASURED, *CHECKED])
+    return Result(benchmark, bench.folder, caption, settings, [table], missing, _unsteady(found))
 
 
-def compare(
-    make_rows: Callable[[bool], list[Row]],
+def _best_of_fio(
+    bench: SaveBench,
+    path: Path,
     nbytes: int,
-    folder: Path,
-    plan: Plan,
     missing: dict[str, str],
-    *,
-    with_fio: bool = True,
-    say: Callable[[str], None] = lambda text: None,
-) -> tuple[Table, list[str]]:
-    """Measure rows in turn, fio's best variants among them; return them, and what to know of them.
+    say: Callable[[str], None],
+) -> fio.FioSettings | None:
+    """Return the settings with which fio is fastest; None, and why in `missing`, without fio."""
 
-    Args:
-        make_rows: returns the rows; its argument: also some on ordinary pages.
-        nbytes: of what they save, about; fio writes as much.
-        folder: a scratch folder.
-        plan: how often.
-        missing: gets why fio is not there.
-        say: receives a text for each step.
-
-    Raises:
-        WriteError: a save failed.
-    """
-
-    def once(variant: fio.FioVariant) -> Sample:
-        say(f"looking for fio's best: {variant}")
-        path = folder / "fio"
-        settle(plan.pause)
+    def once(settings: fio.FioSettings) -> Sample:
+        say(f"looking for fio's best: {settings}")
+        settle(bench.pause)
         try:
-            return fio.run_fio(variant, path, nbytes)
+            return fio.run_fio(settings, path, nbytes)
         finally:
             path.unlink(missing_ok=True)
 
-    yardsticks: list[fio.FioVariant] = []
-    beside: list[fio.FioVariant] = []
-    if not with_fio:
-        missing["fio"] = "switched off (--no-fio)"
-    elif not fio.installed():
-        missing["fio"] = "not installed: apt-get install fio"
-    else:
-        try:
-            yardsticks = fio.best_variants(once, reserved_huge_bytes() >= fio.HUGE_BYTES)
-        except BenchError as error:
-            missing["fio"] = str(error)
-    if yardsticks:
-        try:
-            check_memory(nbytes, "save less")
-            fresh = [fio.fresh_variant(variant) for variant in yardsticks]
-            beside = [max(fresh, key=lambda variant: once(variant).bandwidth)]
-        except BenchError as error:
-            missing["fio, fresh data"] = str(error)
-    small_pages = any(not variant.huge for variant in yardsticks)
-    rows = [fio.fio_row(variant, nbytes) for variant in [*yardsticks, *beside]]
-    measured = rotate([*rows, *make_rows(small_pages)], folder, plan, say)
-    found = summarize(measured, [str(variant) for variant in yardsticks])
-    notes = [_PAGES] * small_pages + _unsteady(found)
-    return Table(found, [*MEASURED, *CHECKED]), notes
+    try:
+        if not bench.with_fio:
+            raise BenchError("switched off (--no-fio)")
+        if not fio.installed():
+            raise BenchError(fio.NOT_INSTALLED)
+        return fio.best_write(once)
+    except BenchError as error:
+        missing["fio"] = str(error)
+        return None
 
 
 def _unsteady(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import shutil
@@ -18,19 +17,16 @@ from types import FrameType
 from fastserial.bench.measure import BenchError
 from fastserial.diagnosis.folder import folder_problem
 from fastserial.files.caching import cached_fraction
-from fastserial.files.meminfo import available_bytes, meminfo
-from fastserial.files.replacement import wait_until_free
-from fastserial.memory.huge_pages import PR_GET_THP_DISABLE
+from fastserial.files.destination import wait_until_free
+from fastserial.files.linux import available_bytes, meminfo
 from fastserial.reports import format_bytes
 
 __all__ = [
     "check_memory",
     "chill",
     "fetch_free_memory",
-    "reserved_huge_bytes",
     "scratch",
     "settle",
-    "small_pages",
     "warm",
 ]
 
@@ -43,8 +39,6 @@ _CHUNK = 8 << 20
 _COLD, _WARM = 0.01, 0.99  # of a file in the page cache
 _DROP = Path("/proc/sys/vm/drop_caches")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-_PR_SET_THP_DISABLE = 41
-_POOLS = Path("/sys/kernel/mm/hugepages")
 
 
 @contextlib.contextmanager
@@ -179,9 +173,8 @@ def check_memory(nbytes: int, advice: str = "give a smaller --size") -> None:
 def fetch_free_memory(nbytes: int) -> None:
     """Take as much memory, at most half of what is available, and free it again.
 
-    A virtual machine gives free memory back to its host, and getting it again costs more than a
-    load; which row would pay for that is chance. Small pages come from other places than huge
-    ones, so both are asked for.
+    A virtual machine returns free memory to its host, and getting it back costs more than a load,
+    in a random row. Small pages and huge pages have separate free lists, so both are used.
     """
     available = available_bytes()
     nbytes = nbytes if available is None else min(nbytes, available // 2)
@@ -195,35 +188,3 @@ def fetch_free_memory(nbytes: int) -> None:
             except OSError:  # an older kernel, or one without huge pages
                 for start in range(0, nbytes, mmap.PAGESIZE):
                     memory[start] = 1
-
-
-def reserved_huge_bytes() -> int:
-    """Return the bytes of reserved huge pages that nobody uses (sysctl vm.nr_hugepages).
-
-    fastserial asks for huge pages, fio does not: where direct I/O is bound by requests, that alone
-    makes a difference of two. So like is compared with like: fio gets huge pages where some are
-    reserved, and else there is a row of fastserial without (`small_pages`).
-    """
-    size = meminfo().get("Hugepagesize", 0)
-    try:
-        free = (_POOLS / f"hugepages-{size // 1024}kB" / "free_hugepages").read_text()
-    except OSError:
-        return 0
-    return int(free) * size
-
-
-@contextlib.contextmanager
-def small_pages() -> Iterator[None]:
-    """Let this process get no huge pages for the memory it first touches meanwhile.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    before = prctl(PR_GET_THP_DISABLE, 0, 0, 0, 0)
-    if before < 0 or prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "huge pages cannot be switched off for this process")
-    try:
-        yield
-    finally:
-        prctl(_PR_SET_THP_DISABLE, before, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Results: tables that print, and that go into JSON and CSV files; the same for every benchmark.
+"""Results: tables that print, and that go into a JSON file; the same for every benchmark.
 
 A row is a mapping of plain values and of `Spread`s; lists and mappings in it are for JSON alone.
 Its key `problem`, where it has one, says why there is nothing else in it.
@@ -6,7 +6,6 @@ Its key `problem`, where it has one, says why there is nothing else in it.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import os
@@ -97,7 +96,7 @@ CHECKED = (
 
 
 class Table:
-    """Rows that print, and go into JSON and CSV.
+    """Rows that print, and go into JSON.
 
     Example:
         `Table([{"name": "stock", "seconds": 1.5}], [Column("seconds", "s", number())])`
@@ -150,18 +149,6 @@ class Table:
             text = escape(column.show(row.get(column.key)))
             yield f"[red]{text}[/red]" if row.get(column.key) is False else text
 
-    def as_cells(self) -> Iterator[dict[str, Any]]:
-        """Yield each row for a CSV file: a `Spread` is three columns, lists are left out."""
-        for row in self.rows:
-            cells: dict[str, Any] = {"table": self.title}
-            for key, value in row.items():
-                if isinstance(value, Spread):
-                    cells |= {key: value.median, f"{key}_least": value.low}
-                    cells[f"{key}_greatest"] = value.high
-                elif not isinstance(value, list | dict):
-                    cells[key] = value
-            yield cells
-
 
 @dataclass
 class Result:
@@ -171,10 +158,10 @@ class Result:
         benchmark: its name.
         folder: where it measured.
         caption: what was measured, and how.
-        settings: what was asked for.
+        settings: what was requested.
         tables: the rows.
         missing: rows that are not there, and why: with the command that installs them.
-        notes: what to know before the figures are quoted.
+        notes: what a reader of the figures must know.
         more: what only the JSON has.
     """
 
@@ -238,23 +225,15 @@ class Result:
             **self.more,
         }
 
-    def write(self, json_file: Path | None, csv_file: Path | None) -> None:
-        """Write the files that are wanted.
+    def write(self, path: Path | None) -> None:
+        """Write everything to a JSON file, if one is wanted.
 
         Raises:
-            OSError: a file cannot be written.
+            OSError: it cannot be written.
         """
-        if json_file is not None:
+        if path is not None:
             text = json.dumps(self.as_json(), indent=2, default=_plain)
-            json_file.write_text(text + "\n", encoding="utf-8")
-        if csv_file is not None:
-            rows = [cells for table in self.tables for cells in table.as_cells()]
-            with csv_file.open("w", encoding="utf-8", newline="") as file:
-                table = csv.DictWriter(
-                    file, list(dict.fromkeys(key for row in rows for key in row))
-                )
-                table.writeheader()
-                table.writerows(rows)
+            path.write_text(text + "\n", encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:

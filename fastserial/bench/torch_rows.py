@@ -1,11 +1,10 @@
-"""Rows of `torch.save`: as it came, with fastserial, and with each of its engines."""
+"""Rows of `torch.save`: stock, with fastserial, and with each of its engines."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,7 @@ import fastserial
 from fastserial import config, engines
 from fastserial.bench.compare import different_tensors, tensors_of
 from fastserial.bench.measure import BenchError, Sample, measure
-from fastserial.bench.rotation import DURABLE, LOOSE, OVERHEAD, OVERWRITE, Row
-from fastserial.bench.state import small_pages as on_small_pages
-from fastserial.engines.null import NullEngine
+from fastserial.bench.rotation import DURABLE, LOOSE, OVERWRITE, Row
 
 __all__ = [
     "Format",
@@ -39,27 +36,24 @@ _ENDINGS = {
     DURABLE: "",
     OVERWRITE: ", overwriting",
     LOOSE: ", not durable",
-    OVERHEAD: ", null engine",
 }
 
 
 @contextlib.contextmanager
-def stock(crc: bool = True) -> Iterator[None]:
-    """torch without fastserial, whether it was installed before or not; `crc`: with checksums."""
-    before, crc_before = fastserial.installed(), torch.serialization.get_crc32_options()
+def stock() -> Iterator[None]:
+    """Run torch without fastserial, whether it was installed before or not."""
+    before = fastserial.installed()
     fastserial.uninstall()
-    torch.serialization.set_crc32_options(crc)
     try:
         yield
     finally:
-        torch.serialization.set_crc32_options(crc_before)
         if before:
             fastserial.install()
 
 
 @contextlib.contextmanager
 def fast(**options: Any) -> Iterator[None]:
-    """torch with fastserial, and options for it.
+    """Run torch with fastserial, and options for it.
 
     Raises:
         PatchError: the installed torch cannot be patched.
@@ -75,7 +69,7 @@ def fast(**options: Any) -> Iterator[None]:
 
 
 def write(state: object, path: Path, container: Format) -> None:
-    """`torch.save` to a path."""
+    """Save with `torch.save` to a path."""
     torch.save(state, path, _use_new_zipfile_serialization=container == "zip")
 
 
@@ -97,14 +91,9 @@ def zip_holds(state: object, path: Path) -> bool:
 
 
 def stock_row(
-    state: object,
-    container: Format,
-    *,
-    durable: bool = True,
-    overwrites: bool = False,
-    crc: bool = True,
+    state: object, container: Format, *, durable: bool = True, overwrites: bool = False
 ) -> Row:
-    """Return a row of torch as it came. Timed: the call; if durable, file and folder's fsync."""
+    """Return a row of stock torch. Timed: the call; if durable, the fsync of file and folder."""
 
     def run(path: Path) -> Sample:
         def call() -> None:
@@ -112,15 +101,15 @@ def stock_row(
             if durable:
                 sync(path)
 
-        with stock(crc):
+        with stock():
             used = measure(call)
         return replace(used, nbytes=path.stat().st_size)
 
     group = _group(durable, overwrites)
-    plain = f"stock {container}{_ENDINGS[group]}"
-    name = plain if crc else f"{plain}, CRC off"
     check = partial(zip_holds, state) if container == "zip" else None
-    return Row(name, group, run, None if crc else plain, None, overwrites, check)
+    return Row(
+        f"stock {container}{_ENDINGS[group]}", group, run, overwrites=overwrites, check=check
+    )
 
 
 def fast_row(
@@ -129,35 +118,23 @@ def fast_row(
     *,
     durable: bool = True,
     overwrites: bool = False,
-    huge_pages: bool = True,
-    **options: Any,
+    engine: str | None = None,
 ) -> Row:
-    """Return a row of torch with fastserial installed, and options for it. Timed: the call.
-
-    Without `huge_pages` its buffers are on ordinary pages, as fio's are by default.
-    """
-    null = options.get("engine") is NullEngine
+    """Return a row of torch with fastserial installed. Timed: the call."""
+    options = {} if engine is None else {"engine": engine}
 
     def run(path: Path) -> Sample:
-        pages = nullcontext() if huge_pages else on_small_pages()
-        with fast(durable=durable, **options), pages:
+        with fast(durable=durable, **options):
             used = measure(lambda: write(state, path, container))
             report = fastserial.last_save_report()
         if report is None or report.path != str(path):
             raise BenchError(f"stock torch wrote {path}, not fastserial")
-        latency = None if null else report.complete
-        return replace(used, nbytes=report.bytes, latency=latency, fallback=report.fallback)
+        return replace(used, nbytes=report.bytes, latency=report.complete, fallback=report.fallback)
 
-    compared = _group(durable, overwrites)
-    group = OVERHEAD if null else compared
-    return Row(
-        f"fastserial {container}{_ENDINGS[group]}{'' if huge_pages else ', small pages'}",
-        group,
-        run,
-        f"stock {container}{_ENDINGS[compared]}",
-        None if null else f"stock {container}",
-        overwrites,
-    )
+    group = _group(durable, overwrites)
+    name = f"fastserial {container}{_ENDINGS[group]}{f', engine {engine}' if engine else ''}"
+    same, stocks = f"stock {container}", f"stock {container}{_ENDINGS[group]}"
+    return Row(name, group, run, stocks, same, overwrites)
 
 
 def torch_rows(
@@ -166,29 +143,21 @@ def torch_rows(
     *,
     overwriting: bool = False,
     loose: bool = True,
-    small_pages: bool = False,
 ) -> list[Row]:
-    """Return the rows of torch, stock ones first: what others must equal comes first.
+    """Return the rows of torch; those of stock precede what is compared with them.
 
     Args:
         overwriting: add rows that save over an existing file.
-        loose: add rows that are not durable, and those of the engine that writes nothing.
-        small_pages: add rows on ordinary pages, to compare with fio on ordinary pages.
+        loose: add rows that are not durable.
     """
-    rows = [stock_row(state, container) for container in formats]
-    if "zip" in formats:
-        rows.append(stock_row(state, "zip", crc=False))
-    rows += [fast_row(state, container) for container in formats]
-    for container in formats if small_pages else ():
-        rows.append(fast_row(state, container, huge_pages=False))
-    for container in formats if overwriting else ():
-        rows.append(stock_row(state, container, overwrites=True))
-        rows.append(fast_row(state, container, overwrites=True))
-    for container in formats if loose else ():
-        rows.append(stock_row(state, container, durable=False))
-        rows.append(fast_row(state, container, durable=False))
-        rows.append(fast_row(state, container, durable=False, engine=NullEngine, preallocate=False))
-    return rows
+    kinds: list[dict[str, bool]] = [{}]
+    kinds += [{"overwrites": True}] * overwriting + [{"durable": False}] * loose
+    return [
+        make(state, container, **kind)
+        for kind in kinds
+        for make in (stock_row, fast_row)
+        for container in formats
+    ]
 
 
 def engine_rows(state: object, formats: Sequence[Format]) -> tuple[list[Row], dict[str, str]]:
@@ -200,10 +169,8 @@ def engine_rows(state: object, formats: Sequence[Format]) -> tuple[list[Row], di
             continue
         if engine.missing is not None:
             missing[f"engine {engine.name}"] = engine.missing
-            continue
-        for container in formats:
-            row = fast_row(state, container, engine=engine.name)
-            rows.append(replace(row, name=f"{row.name}, engine {engine.name}"))
+        else:
+            rows += [fast_row(state, container, engine=engine.name) for container in formats]
     return rows, missing
 
 

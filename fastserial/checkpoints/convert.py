@@ -1,6 +1,6 @@
-"""What `fastserial.convert` writes to files, streamed from the source.
+"""Writing the files of `fastserial.convert`, streamed from the source.
 
-Pickles are read under torch's `weights_only` rules. Storages are never loaded: the writer fetches
+Pickles are read under torch's `weights_only` rules. Storages are never loaded: the writer reads
 their bytes from the source while it fills its staging buffers.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fastserial.checkpoints.mapped_source import INDEX, Source
+from fastserial.checkpoints.mapped_source import INDEX, ConvertSource
 from fastserial.checkpoints.streaming import (
     StreamWriter,
     flat_tensors,
@@ -41,8 +41,8 @@ class Converted:
     Attributes:
         source, target: the containers of both sides.
         nbytes: size of the new file, or of the new files.
-        dropped: names of the source's metadata (safetensors), for which a file of torch has no
-            place; empty between two safetensors files, which keep it.
+        dropped: names of the source's metadata (safetensors) that a file of torch cannot hold;
+            empty between two safetensors files, which keep it.
     """
 
     source: str
@@ -52,7 +52,7 @@ class Converted:
 
 
 def container_of(target: str, to: str | None, shard_nbytes: int | None) -> str:
-    """Return in which container a target is to be written.
+    """Return the container in which a target is written.
 
     Raises:
         ConvertError: `shard_nbytes` is none, or the container has no shards.
@@ -65,7 +65,7 @@ def container_of(target: str, to: str | None, shard_nbytes: int | None) -> str:
 
 
 def write_source(
-    opened: Source,
+    opened: ConvertSource,
     path: str,
     to: str,
     *,
@@ -74,7 +74,7 @@ def write_source(
     shard_nbytes: int | None,
     config: Config,
 ) -> Converted:
-    """Write what is under a key of an open source to a file, or to a folder of shards.
+    """Write the value under a key of an open source to a file, or to a folder of shards.
 
     Raises:
         ConvertError, CorruptCheckpointError, WriteError: as `convert`.
@@ -105,10 +105,10 @@ def write_source(
 
 
 def part_of(value: Any, key: str) -> Any:
-    """Return what is under a key; names in it may hold dots themselves.
+    """Return the value under a key; names in it may contain dots.
 
     Raises:
-        ConvertError: there is nothing; says how far the path resolves, and what is there.
+        ConvertError: there is none; says how far the path resolves, and which names exist there.
     """
     names = key.split(".") if key else []
     found = _under(value, names)
@@ -118,9 +118,10 @@ def part_of(value: Any, key: str) -> Any:
         found = _under(value, names[:count])
         if found is not None:
             break
-    way, rest = ".".join(names[:count]), ".".join(names[count:])
+    resolved, rest = ".".join(names[:count]), ".".join(names[count:])
     inside = found[0] if found is not None else value
-    raise ConvertError(f"there is no {rest!r} in {repr(way) if way else 'it'}{_offers(inside)}")
+    where = repr(resolved) if resolved else "it"
+    raise ConvertError(f"there is no {rest!r} in {where}{_offers(inside)}")
 
 
 def _under(value: Any, names: list[str]) -> tuple[Any] | None:
@@ -135,7 +136,7 @@ def _under(value: Any, names: list[str]) -> tuple[Any] | None:
 
 
 def _child(value: Any, name: str) -> tuple[Any] | None:
-    """Return the value of one name: a key that reads so, or a place in a list."""
+    """Return the value of one name: a key with this text, or an index of a list."""
     if isinstance(value, Mapping):
         if name in value:
             return (value[name],)
@@ -155,24 +156,24 @@ def _offers(value: Any) -> str:
 
 def _write_shards(
     tensors: Mapping[str, torch.Tensor],
-    source: Source,
+    source: ConvertSource,
     folder: str,
     nbytes: int,
     metadata: Mapping[str, str],
     config: Config,
 ) -> int:
-    """Write tensors to files of a new folder, and last the index, which makes it complete.
+    """Write tensors to files of a new folder, and last the index, which completes it.
 
     Args:
-        source: knows their bytes.
-        nbytes: no file has more bytes of tensors, if one tensor has not more.
+        source: the source of their bytes.
+        nbytes: most bytes of tensors in a file, unless one tensor has more.
         metadata: free text, for each file.
 
     Returns:
         The bytes of all files.
 
     Raises:
-        ConvertError: there is something in the folder.
+        ConvertError: the folder is not empty.
         WriteError: it cannot be written.
     """
     shards = _shards(tensors, nbytes)

@@ -1,41 +1,35 @@
-"""Telling what a checkpoint holds without loading it, executing its pickle or needing torch."""
+"""`fastserial.inspect`: the contents of a checkpoint, without loading it, and without torch."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import prod
 from typing import Any
 
-from fastserial.checkpoints.dcp_folder import all_metadata, is_dcp_folder, list_folder
-from fastserial.errors import CheckpointFileError
-from fastserial.formats.container import ZipContainer, open_container
-from fastserial.formats.dcp import Stored
+from fastserial.formats.container import open_container
 from fastserial.formats.pickles import Limits
-from fastserial.formats.storages import ITEM_BYTES, contiguous_stride
+from fastserial.formats.source import naming
 from fastserial.formats.tensors import Outline, TensorEntry
-from fastserial.formats.zip.records import PICKLE
 from fastserial.interrupts import Descriptors
 from fastserial.memory.held_settings import paused_collection
 from fastserial.printable import BoundedRepr
 
 __all__ = ["Inspection", "StorageUse", "inspect"]
 
-_MOST_NOTES = 100
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StorageUse(BoundedRepr):
-    """A storage and who is in it.
+    """A storage and the tensors in it.
 
     Attributes:
         key: its name (`data/<key>` in a zip).
         dtype: type of its elements; `uint8` where torch keeps bytes only.
         nbytes: its size (bytes).
-        offset: its first byte in the file, None if it is not there.
+        offset: its first byte in the file, None if it is missing.
         location: the device it came from.
         tensors: keys of the tensors in it.
-        needed_bytes: what would do if each of its tensors were saved alone, at the most.
+        needed_bytes: of its tensors if each were saved alone, at most `nbytes`.
     """
 
     key: str
@@ -48,31 +42,31 @@ class StorageUse(BoundedRepr):
 
     @property
     def wasted_bytes(self) -> int:
-        """Bytes that are saved only because a view drags its whole storage along."""
+        """Bytes that are saved only because torch saves the whole storage of a view."""
         return max(0, self.nbytes - self.needed_bytes)
 
     @property
     def is_shared(self) -> bool:
-        """Whether several tensors are in it."""
+        """Whether it has several tensors."""
         return len(self.tensors) > 1
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Inspection(BoundedRepr):
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         path: the file or folder.
         format: `zip`, `legacy`, `safetensors` or `dcp`.
         bytes: size of the file, or of the folder's files.
         archive_name: the folder in the names of the records (zip).
-        records: (name, offset of the data, bytes) of each record (zip); of each item, with its
-            file (DCP).
+        records: (name, offset of the data, bytes) of each record (zip), or item with its file
+            (DCP).
         tensors: in the order of the pickle.
-        storages: in the order of the file; none of a DCP folder, which keeps parts of tensors.
+        storages: in the order of the file; none in a DCP folder, which holds chunks of tensors.
         imports: the names that unpickling would import.
-        values: how many other values (numbers, strings, ...) there are.
-        notes: what is odd, and what could not be found out.
+        values: the number of other values (numbers, strings, ...).
+        notes: what is unusual, and what could not be found out.
     """
 
     path: str
@@ -88,7 +82,7 @@ class Inspection(BoundedRepr):
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of all tensors, shared ones counted each time."""
+        """Bytes of all tensors; shared bytes are counted for each."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
@@ -97,38 +91,46 @@ class Inspection(BoundedRepr):
         return sum(storage.wasted_bytes for storage in self.storages)
 
     def offset_of(self, tensor: TensorEntry) -> int | None:
-        """Return where the tensor's first element lies in the file (bytes), None if nowhere."""
-        for storage in self.storages:
-            if storage.key == tensor.storage and storage.offset is not None:
-                return storage.offset + tensor.span[0]
-        return None
+        """Return the offset of the tensor's first element (bytes), None if it is missing."""
+        return self.offsets([tensor])[0]
+
+    def offsets(self, tensors: Sequence[TensorEntry]) -> list[int | None]:
+        """Return `offset_of` each of some tensors."""
+        found = {storage.key: storage.offset for storage in self.storages}
+        starts = [found.get(tensor.storage or "") for tensor in tensors]
+        return [
+            None if start is None else start + tensor.span[0]
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the inspection as plain JSON values."""
-        places = {storage.key: storage.offset for storage in self.storages}
-        tensors, storages = list(map(_values, self.tensors)), list(map(_values, self.storages))
-        for row, tensor in zip(tensors, self.tensors, strict=True):
-            start = places.get(tensor.storage or "")
-            row["offset"] = None if start is None else start + tensor.span[0]
-            row["contiguous"] = tensor.is_contiguous
-        for row, storage in zip(storages, self.storages, strict=True):
-            row["wasted_bytes"] = storage.wasted_bytes
+        tensors = zip(self.tensors, self.offsets(self.tensors), strict=True)
         return {
             **_values(self),
-            "tensors": tensors,
-            "storages": storages,
+            "tensors": [
+                _values(tensor) | {"offset": offset, "contiguous": tensor.is_contiguous}
+                for tensor, offset in tensors
+            ],
+            "storages": [
+                _values(storage) | {"wasted_bytes": storage.wasted_bytes}
+                for storage in self.storages
+            ],
             "tensor_bytes": self.tensor_bytes,
             "wasted_bytes": self.wasted_bytes,
         }
 
 
 def _values(one: Inspection | StorageUse | TensorEntry) -> dict[str, Any]:
-    """Return the attributes of one object; `asdict` copies them, in three times the time."""
+    """Return the attributes of an object; `asdict` copies them, in three times the time."""
     return {field.name: getattr(one, field.name) for field in fields(one)}
 
 
 def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspection:
     """Read a checkpoint's structure and pickle; the bytes of its tensors are not read.
+
+        for tensor in fastserial.inspect("ckpt.pt").tensors:
+            print(tensor.key, tensor.dtype, tensor.shape, tensor.nbytes)
 
     Args:
         path: the file, or a folder of torch.distributed.checkpoint.
@@ -141,38 +143,24 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
         OSError: it cannot be read.
     """
     name = os.fspath(path)
-    try:
-        with Descriptors() as files, paused_collection():
-            return _inspect(name, files.open(name, os.O_RDONLY | os.O_NONBLOCK), limits)
-    except CheckpointFileError as error:
-        error.path = error.path or name
-        raise
+    with naming(name), Descriptors() as files, paused_collection():
+        return _inspect(name, files.open(name, os.O_RDONLY | os.O_NONBLOCK), limits)
 
 
 def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:
-    if is_dcp_folder(name):
-        return _inspect_folder(name)
     container = open_container(fd, name, limits, all_records=True)
     found = container.outline
-    archive, notes = None, found.notes
-    if isinstance(container, ZipContainer):
-        archive = container.directory.archive_name
-        if container.directory.find(PICKLE) is None:
-            notes = ["there is no data.pkl: no checkpoint of torch.save", *notes]
-    if not found.complete:
-        notes.append("there is more in the pickle than the limits allow to look at")
-    records = sorted(container.records, key=lambda record: record.header_offset)
     return Inspection(
         path=name,
         format=container.format,
-        bytes=container.source.size,
-        archive_name=archive,
-        records=tuple((r.name, r.data_offset, r.size) for r in records),
+        bytes=container.nbytes,
+        archive_name=container.archive_name,
+        records=tuple(container.listing()),
         tensors=tuple(found.tensors),
         storages=_storages(found),
         imports=tuple(sorted(map(str, found.globals))),
         values=found.values,
-        notes=tuple(notes),
+        notes=tuple(container.notes()),
     )
 
 
@@ -199,60 +187,3 @@ def _storages(found: Outline) -> tuple[StorageUse, ...]:
         for key, entry in found.storages.items()
     ]
     return tuple(sorted(uses, key=lambda use: (use.offset is None, use.offset or 0)))
-
-
-def _inspect_folder(path: str) -> Inspection:
-    """Return what a folder holds; nothing is unpickled, and only its `.metadata` is read.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, or the save was not completed.
-        PickleLimitError: the metadata takes too long to read.
-        OSError: it cannot be read.
-    """
-    listed = list_folder(path)
-    found = all_metadata(path)
-    several = len(found) > 1
-    items = [item for metadata in found.values() for item in metadata.items]
-    needed = dict.fromkeys(item.file for item in items)
-    sizes = {name: _size(path, name) for name in (*listed.metadata, *listed.shards)}
-    notes = [f"{len(found)} ranks, each with a checkpoint of its own"] if several else []
-    notes += [f"{key}: it has no place" for one in found.values() for key in one.missing]
-    notes += [f"{name}: the file is missing" for name in needed if sizes.get(name) is None]
-    spare = [name for name in listed.shards if name not in needed]
-    notes += [f"{name}: it belongs to no checkpoint that torch loads" for name in spare]
-    tensors: list[TensorEntry] = []
-    for name, metadata in found.items():
-        of = f", in {name}" if several else ""  # ranks on their own may have the same keys
-        for key, stored in metadata.tensors.items():
-            if stored.dtype in ITEM_BYTES:
-                tensors.append(_entry(key, stored, of))
-            else:
-                text = f"torch has no dtype {stored.dtype} that is known here"
-                notes.append(f"tensor {key}{of}: {text}")
-    return Inspection(
-        path=path,
-        format="dcp",
-        bytes=sum(size or 0 for size in sizes.values()),
-        archive_name=None,
-        records=tuple((f"{item.file}: {item.name}", item.offset, item.length) for item in items),
-        tensors=tuple(tensors),
-        storages=(),
-        imports=tuple(sorted({name for one in found.values() for name in one.globals})),
-        values=sum(len(one.values) for one in found.values()),
-        notes=tuple(notes[:_MOST_NOTES]),
-    )
-
-
-def _size(path: str, name: str) -> int | None:
-    try:
-        return os.stat(os.path.join(path, name)).st_size
-    except FileNotFoundError:
-        return None
-
-
-def _entry(key: str, stored: Stored, of: str) -> TensorEntry:
-    nbytes = prod(stored.shape) * ITEM_BYTES[stored.dtype]
-    parts = len(stored.chunks)
-    kind = ("tensor" if parts == 1 else f"in {parts} parts") + of
-    strides = contiguous_stride(stored.shape)
-    return TensorEntry(key, stored.dtype, stored.shape, strides, None, 0, nbytes, kind)

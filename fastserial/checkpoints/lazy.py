@@ -27,13 +27,13 @@ __all__ = ["LazyCheckpoint", "TensorSlice", "open_checkpoint"]
 
 
 class LazyCheckpoint:
-    """An open checkpoint whose tensors are read when they are asked for.
+    """An open checkpoint whose tensors are read when they are requested.
 
     Keys are joined by dots where dictionaries, lists or objects are nested: `model.0.weight`. The
     pickle is read, but never executed. Safe for use by several threads, in signal handlers, and in
     forked children such as the workers of a `DataLoader`; pickled, as for spawned ones, it is
-    reopened by its path. One that nobody uses any more is closed, and keeps no threads and no
-    memory meanwhile.
+    reopened by its path. It keeps no threads and no buffers between reads, and is closed when the
+    last reference is gone.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class LazyCheckpoint:
     def keys(self) -> list[str]:
         """Return the keys of all tensors, in the order in which they were saved.
 
-        Before them come those that `get_tensor` refuses because their dtype is not known, or the
-        pickle is damaged there.
+        Those that `get_tensor` refuses because their dtype is unknown, or the pickle is damaged
+        there, come first.
         """
         return self._container.keys()
 
@@ -92,11 +92,11 @@ class LazyCheckpoint:
         return key in self._container
 
     def get_tensor(self, key: str) -> torch.Tensor:
-        """Read one tensor, with the dtype and shape it was saved with, without its storage's rest.
+        """Read one tensor, with the dtype and shape it was saved with, and only its own bytes.
 
         Raises:
             CheckpointKeyError: there is no such tensor; a `KeyError`.
-            UnreadableTensorError: only `torch.load` can make it (quantized, conjugated, meta, ...).
+            UnreadableTensorError: only `torch.load` can load it (quantized, conjugated, meta, ...).
             CorruptCheckpointError: the file changed since it was opened.
             OSError: it cannot be read.
         """
@@ -112,9 +112,9 @@ class LazyCheckpoint:
         return TensorSlice(self, self._container.tensor(key))
 
     def close(self) -> None:
-        """Close the file, once reads under way in other threads are done. Idempotent.
+        """Close the file, once reads in progress in other threads are done. Idempotent.
 
-        Tensors that were read stay.
+        Tensors that were read stay valid.
         """
         self._file.close()
 
@@ -130,7 +130,9 @@ class LazyCheckpoint:
             return torch.empty_strided(
                 view.shape, view.stride(), dtype=view.dtype, device=self._device
             )
-        if self._device.type != "cpu" and is_dense(view):  # through staging, no copy on the host
+        if self._device.type != "cpu" and is_dense(
+            view
+        ):  # through staging buffers, without a copy on the host
             out = torch.empty_strided(
                 view.shape, view.stride(), dtype=view.dtype, device=self._device
             )
@@ -142,7 +144,7 @@ class LazyCheckpoint:
 
 
 class TensorSlice:
-    """A tensor in a file: indexing it reads what is asked for, and no more."""
+    """A tensor in a file: indexing it reads only the bytes of the result."""
 
     def __init__(self, file: LazyCheckpoint, tensor: TensorEntry) -> None:
         self._file = file
@@ -167,7 +169,7 @@ class TensorSlice:
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """Return the name of the dtype in safetensors' words (`F32`), or torch's without one."""
+        """Return safetensors' name of the dtype (`F32`), or torch's if there is none."""
         return TYPE_NAMES.get(self._tensor.dtype, self._tensor.dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -204,9 +206,9 @@ def open_checkpoint(
 ) -> LazyCheckpoint:
     """Open a checkpoint to read single tensors of it; see `LazyCheckpoint`.
 
-    with fastserial.open("ckpt.pt") as file:
-        weight = file.get_tensor("model.weight")
-        rows = file.get_slice("model.embed")[1000:2000]
+        with fastserial.open("ckpt.pt") as file:
+            weight = file.get_tensor("model.weight")
+            rows = file.get_slice("model.weight")[1:2]
 
     Raises:
         CorruptCheckpointError: the file is damaged.

@@ -46,7 +46,7 @@ def load(f: Any, *args: Any, verify: bool | None = None, **kwargs: Any) -> Any:
 
 
 def _verified(function: Any, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-    """Verify a file in a pass of its own, for a torch without a patch, and load the same one."""
+    """Verify a file in a separate pass, for a torch without a patch, and load the same file."""
     with open(path, "rb") as file:
         seen = stamp(file.fileno())
         refuse_damaged(path, file.fileno())
@@ -65,7 +65,7 @@ def _function() -> Any:
     ours = {name: patched(name) for name in _NAMES}
     home = vars(torch.serialization)
     if function.__globals__ is not home or None in ours.values():
-        return function  # somebody's own, or a torch without a patch
+        return function  # replaced by other code, or a torch without a patch
     copy = types.FunctionType(
         function.__code__, {**home, **ours}, function.__name__, function.__defaults__
     )

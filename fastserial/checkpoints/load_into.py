@@ -1,4 +1,4 @@
-"""`fastserial.load_into`: a checkpoint straight into tensors that are already allocated.
+"""`fastserial.load_into`: read a checkpoint into tensors that are already allocated.
 
 Everything is compared before the first byte is read, so a mismatch changes nothing. No second copy
 of the model is made: host tensors are read into in place or from staging buffers, device tensors
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from time import perf_counter
@@ -35,6 +35,7 @@ from fastserial.formats.tensors import TensorEntry
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.loading.sinks import ReadExtent
 from fastserial.memory.held_settings import paused_collection
+from fastserial.nests import walk
 from fastserial.printable import BoundedRepr
 
 __all__ = ["LoadedKeys", "load_into"]
@@ -48,7 +49,7 @@ class LoadedKeys(BoundedRepr):
 
     Attributes:
         missing_keys: tensors that the checkpoint does not hold; they are unchanged.
-        unexpected_keys: tensors of the checkpoint that were not asked for.
+        unexpected_keys: tensors of the checkpoint without a target.
     """
 
     missing_keys: list[str]
@@ -56,14 +57,14 @@ class LoadedKeys(BoundedRepr):
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Fill:
     """A tensor to fill.
 
     Attributes:
         key: of the target.
         target: what to fill.
         stored: the tensor in the file.
-        base: its first byte there.
+        base: offset of its first byte there.
     """
 
     key: str
@@ -83,10 +84,12 @@ def load_into(
 ) -> LoadedKeys:
     """Fill the tensors of a module or a state dict from a checkpoint.
 
-    Keys must match as for `load_state_dict`; nested dictionaries and lists are joined by dots.
-    Values of a dictionary that are not tensors are left alone. The pickle is read, but never
-    executed, and hooks of modules are not run; with one exception: a module whose `state_dict`
-    gives what is not its own memory (extra states, persistent metrics, copies) gets all by its
+        fastserial.load_into(model, "ckpt.pt", key="model")
+
+    Keys must match as for `load_state_dict`; keys of nested dictionaries and lists are joined by
+    dots. Values of a dictionary that are not tensors are not changed. The pickle is read, but never
+    executed, and hooks of modules are not run, with one exception: a module whose `state_dict` has
+    values outside of its own memory (extra states, persistent metrics, copies) is filled by its
     `load_state_dict`, from `torch.load(path, weights_only=True)`: the host holds a copy meanwhile.
 
     Args:
@@ -94,8 +97,8 @@ def load_into(
         path: a zip, legacy or safetensors file.
         key: the part of the checkpoint to use, such as `model`; by default all of it.
         strict: every tensor of either side must have its partner.
-        verify: check the whole file first, in a pass of its own, so that damage changes nothing;
-            by default as the option `verify_on_load`.
+        verify: check the whole file first, in a separate pass, so that damage changes nothing; by
+            default as the option `verify_on_load`.
         config: options; by default those in force.
 
     Returns:
@@ -104,7 +107,7 @@ def load_into(
     Raises:
         LoadMismatchError: keys, dtypes or shapes differ, or two targets share a part of their
             memory; nothing was changed. A `RuntimeError`.
-        Exception: what `torch.load` and the module's `load_state_dict` raise, where it takes these.
+        Exception: what `torch.load` and `load_state_dict` raise, if the module is filled by these.
         CorruptCheckpointError: the file is damaged, or changed while it was read.
         OSError: it cannot be read.
     """
@@ -116,17 +119,17 @@ def load_into(
         state = dict(_state_of(target))
         if not _is_in_memory_of(target, state):
             return _load_state_dict(target, path, key, strict, verify)
-    wanted = dict(_tensors(state))
+    wanted = _tensors(state)
     with FastFileReader(path, config) as reader:
         checked = verify and refuse_damaged(reader.name, reader.fd, config)
         with paused_collection() as pause:
             container = open_readable(reader.fd, reader.name)
-            jobs, left = _match(wanted, container, key, strict, type(target).__name__)
-            jobs = _last_of_each(jobs)
-            if reader.size > len(jobs) * FEW_BYTES:
+            fills, left = _match(wanted, container, key, strict, type(target).__name__)
+            fills = _last_of_each(fills)
+            if reader.size > len(fills) * FEW_BYTES:
                 pause.end()  # reading may take long
-            reader.attend([job.target.untyped_storage() for job in jobs])
-            _read(reader, jobs)
+            reader.attend([fill.target.untyped_storage() for fill in fills])
+            _read(reader, fills)
         report_load(
             reader.blocks.counts,
             config,
@@ -138,9 +141,9 @@ def load_into(
             fallback=reader.blocks.fallback,
             transfer=reader.transfer,
         )
-    for job in jobs:
-        if not job.target.is_inference():
-            torch.autograd.graph.increment_version(job.target)
+    for fill in fills:
+        if not fill.target.is_inference():
+            torch.autograd.graph.increment_version(fill.target)
     return left
 
 
@@ -172,21 +175,21 @@ def _is_in_memory_of(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
 
 
 def _spot(value: Any) -> tuple[torch.device, int] | None:
-    """Return where a tensor's storage is, None of what has no memory."""
+    """Return device and address of a tensor's storage, None if it has no memory."""
     if not isinstance(value, torch.Tensor):
         return None
     try:
-        place = value.untyped_storage().data_ptr()
+        address = value.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
         return None
-    return (value.device, place) if place else None
+    return (value.device, address) if address else None
 
 
 def _load_state_dict(
     module: torch.nn.Module, path: str | os.PathLike[str], key: str, strict: bool, verify: bool
 ) -> LoadedKeys:
     with open(path, "rb") as file:
-        open_readable(file.fileno(), os.fspath(path))  # refuses what could end the process
+        open_readable(file.fileno(), os.fspath(path))  # refuses pickles that could end the process
         whole = load(file, map_location="cpu", weights_only=True, verify=verify)
     try:
         state = part_of(whole, key)
@@ -201,21 +204,14 @@ def _load_state_dict(
 # -- what is to be filled ------------------------------------------------------------------------
 
 
-def _tensors(target: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(target: Any) -> dict[str, torch.Tensor]:
     if not isinstance(target, Mapping):
         raise TypeError(f"load_into fills a module or a dictionary, not {type(target).__name__}")
-    yield from _walk(target, "")
-
-
-def _walk(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield key, value.detach()
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _walk(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _walk(item, f"{key}.{number}" if key else str(number))
+    return {
+        ".".join(map(str, path)): value.detach()
+        for path, value in walk(target)
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _match(
@@ -224,13 +220,13 @@ def _match(
     prefix: str,
     strict: bool,
     name: str,
-) -> tuple[list[_Job], LoadedKeys]:
+) -> tuple[list[_Fill], LoadedKeys]:
     """Return what to read, having compared everything.
 
     Args:
         wanted: what to fill.
-        index: what there is.
-        prefix: the part of it that is used.
+        index: the tensors of the checkpoint.
+        prefix: key of the part that is used.
         strict: every tensor of either side must have its partner.
         name: of the target, for errors.
 
@@ -249,7 +245,7 @@ def _match(
         wrong.append(f"not in the checkpoint: {_listed(missing)}")
     if strict and unexpected:
         wrong.append(f"only in the checkpoint: {_listed(unexpected)}")
-    jobs: list[_Job] = []
+    fills: list[_Fill] = []
     for key, target in wanted.items():
         if key not in there:
             continue
@@ -261,16 +257,16 @@ def _match(
         objection = _objection(target, stored)
         if objection is not None:
             wrong.append(f"{key}: {objection}")
-        jobs.append(_Job(key, target, stored, index.offset_of(stored)))
+        fills.append(_Fill(key, target, stored, index.offset_of(stored)))
     if wrong:
         more = f"\n\t... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         lines = "\n\t".join(wrong[:_SHOWN])
         raise LoadMismatchError(f"the checkpoint does not fit this {name}:\n\t{lines}{more}")
-    return jobs, LoadedKeys(missing, unexpected)
+    return fills, LoadedKeys(missing, unexpected)
 
 
 def _near(prefix: str, index: Container) -> str:
-    """Say which keys there are at the depth of one that is not there, those like it first."""
+    """List the keys at the depth of one that does not exist, similar ones first."""
     depth = prefix.count(".") + 1
     names = list(dict.fromkeys(".".join(key.split(".")[:depth]) for key in index))
     like = get_close_matches(prefix, names, cutoff=0.5)
@@ -306,20 +302,20 @@ def _objection(target: torch.Tensor, stored: TensorEntry) -> str | None:
 # -- reading -------------------------------------------------------------------------------------
 
 
-def _last_of_each(jobs: Sequence[_Job]) -> list[_Job]:
-    """Return the last of the jobs that fill the very same memory (tied weights): it would remain.
+def _last_of_each(fills: Sequence[_Fill]) -> list[_Fill]:
+    """Return the last of those that fill the same memory (tied weights): its values would remain.
 
     Raises:
         LoadMismatchError: two targets share memory otherwise.
     """
-    unique: dict[tuple[Any, ...], _Job] = {}
-    for job in jobs:
-        view = job.target
+    unique: dict[tuple[Any, ...], _Fill] = {}
+    for fill in fills:
+        view = fill.target
         if view.numel():
             spot = (view.device, view.data_ptr(), view.shape, view.stride(), view.dtype)
             unique.pop(spot, None)
-            unique[spot] = job
-    pair = overlapping((job.key, job.target) for job in unique.values())
+            unique[spot] = fill
+    pair = overlapping((fill.key, fill.target) for fill in unique.values())
     if pair is not None:
         raise LoadMismatchError(
             f"{pair[0]!r} and {pair[1]!r} of what is to be filled share a part of their memory: "
@@ -328,16 +324,16 @@ def _last_of_each(jobs: Sequence[_Job]) -> list[_Job]:
     return list(unique.values())
 
 
-def _read(reader: FastFileReader, jobs: Sequence[_Job]) -> None:
+def _read(reader: FastFileReader, fills: Sequence[_Fill]) -> None:
     """Fill the targets."""
     plain: list[ReadExtent] = []
-    others: list[_Job] = []
-    for job in jobs:
-        extent = direct_extent(job.base, meta_of(job.stored), job.target, reader.ring)
+    others: list[_Fill] = []
+    for fill in fills:
+        extent = direct_extent(fill.base, meta_of(fill.stored), fill.target, reader.ring)
         if extent is None:
-            others.append(job)
+            others.append(fill)
         else:
             plain.append(extent)
     reader.read_into(plain)
-    for job in others:
-        read_tensor_into(reader, job.base, meta_of(job.stored), job.target)
+    for fill in others:
+        read_tensor_into(reader, fill.base, meta_of(fill.stored), fill.target)

@@ -1,12 +1,11 @@
-"""What is converted from a file, or from safetensors files with an index: mapped, not read.
+"""The source of a conversion: a file, or safetensors files with an index, mapped and not read.
 
-The objects have storages in a mapping of the file, which cost no memory. Unpickling follows torch's
-rules for `weights_only=True`. Where a storage lies is given by its address in the mapping.
+The objects have storages in a mapping of the file, which take no memory. Unpickling follows torch's
+rules for `weights_only=True`. The address of a storage in the mapping gives its offset in the file.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import importlib
 import inspect
@@ -14,21 +13,21 @@ import json
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch import _weights_only_unpickler
 
-from fastserial.checkpoints.streaming import FileMemory, Places
+from fastserial.checkpoints.streaming import FileMemory, StorageLocator
 from fastserial.checkpoints.tensor_read import is_little_endian
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.errors import (
-    CheckpointFileError,
     ConvertError,
     CorruptCheckpointError,
     FastserialError,
+    UnreadableCheckpointError,
 )
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.container import (
@@ -39,6 +38,8 @@ from fastserial.formats.container import (
     open_container,
 )
 from fastserial.formats.pickles import refuse_nested
+from fastserial.formats.source import naming
+from fastserial.formats.zip.directory import RecordEntry
 from fastserial.formats.zip.records import PICKLE, read_record
 from fastserial.formats.zip.structs import MOST_INFLATED
 from fastserial.interrupts import Descriptors
@@ -46,7 +47,7 @@ from fastserial.loading.unpickler import unpickler_module
 from fastserial.memory.storages import Memory, new_storage
 from fastserial.patching.install import get_original
 
-__all__ = ["INDEX", "Mapped", "MappedSource", "Source", "map_checkpoint", "open_source"]
+__all__ = ["INDEX", "ConvertSource", "Mapped", "MappedSource", "map_checkpoint", "open_source"]
 
 INDEX = ".safetensors.index.json"
 _MOST_INDEX = 1 << 30  # bytes
@@ -60,16 +61,16 @@ class Mapped:
     """A mapped checkpoint.
 
     Attributes:
-        file: what the file says of itself.
+        file: what the file says of its contents.
         value: what was saved.
         whole: the mapping of the file.
-        sizes: bytes of each record by its place; None where places were checked before.
+        records: of a zip, by the offset of their data; None: all offsets were checked before.
     """
 
     file: Container
     value: Any
     whole: torch.UntypedStorage
-    sizes: dict[int, int] | None
+    records: dict[int, RecordEntry] | None
 
     @property
     def container(self) -> str:
@@ -77,7 +78,7 @@ class Mapped:
         return self.file.format
 
     def offset_of(self, storage: torch.UntypedStorage) -> int | None:
-        """Return a storage's place in the file (bytes), None if it is not in the mapping.
+        """Return a storage's offset in the file (bytes), None if it is not in the mapping.
 
         Raises:
             CorruptCheckpointError: it is larger than its record.
@@ -85,11 +86,18 @@ class Mapped:
         offset, nbytes = storage.data_ptr() - self.whole.data_ptr(), storage.nbytes()
         if offset < 0 or offset + nbytes > self.whole.nbytes():
             return None
-        if self.sizes is not None and nbytes > self.sizes.get(offset, 0):
-            raise CorruptCheckpointError(
-                f"the pickle asks for {nbytes} bytes at {offset}, where no such record is"
-            )
+        if self.records is not None and nbytes:
+            record = self.records.get(offset)
+            if record is None or nbytes > record.size:
+                raise CorruptCheckpointError(
+                    f"the pickle asks for {nbytes} bytes at {offset}, where no such record is"
+                )
         return offset
+
+    def crc_of(self, offset: int) -> int | None:
+        """Return the CRC-32 of the record at an offset, None if the file has none."""
+        record = self.records.get(offset) if self.records is not None else None
+        return record.crc or None if record is not None else None
 
 
 def map_checkpoint(fd: int, path: str) -> Mapped:
@@ -105,27 +113,27 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
         ConvertError: its pickle needs more than `weights_only` allows, or it cannot be mapped.
         OSError: it cannot be read.
     """
-    try:
+    with naming(path):
         container = open_container(fd, path)
+        if not isinstance(container, ZipContainer | LegacyContainer | SafetensorsContainer):
+            what = "a folder of torch.distributed.checkpoint: load it with dcp.load, or convert it"
+            raise UnreadableCheckpointError(what)
         size = container.source.size
         whole = cast(
             "torch.UntypedStorage",
             torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, size),
         )
-        sizes = None
+        records = None
         if not is_little_endian(container):
             raise ConvertError(_BIG_ENDIAN)
         if isinstance(container, ZipContainer):
             value = _map_zip(fd, path, container, whole)
-            sizes = {record.data_offset: record.size for record in container.records}
+            records = {record.data_offset: record for record in container.records}
         elif isinstance(container, LegacyContainer):
             value = _map_legacy(fd, path, container, whole)
         else:
             value = _map_safetensors(container, whole)
-    except CheckpointFileError as error:
-        error.path = error.path or path
-        raise
-    return Mapped(container, value, whole, sizes)
+    return Mapped(container, value, whole, records)
 
 
 def _map_zip(fd: int, path: str, container: ZipContainer, whole: torch.UntypedStorage) -> Any:
@@ -170,7 +178,7 @@ def _know_dtensors(pickled: bytes) -> None:
 
 @contextlib.contextmanager
 def _without_groups() -> Iterator[None]:
-    """Keep torch from saying of each mesh that its process groups are not here."""
+    """Silence torch's warning, for each mesh, that its process groups do not exist here."""
     log = logging.getLogger("torch.distributed.device_mesh")
     before, log.disabled = log.disabled, True
     try:
@@ -181,7 +189,7 @@ def _without_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unpickling(start: bytes, path: str) -> Iterator[None]:
-    """Say in our words why torch refuses a pickle, which begins with an opcode and its protocol."""
+    """Explain why torch refuses a pickle, which begins with an opcode and its protocol."""
     try:
         yield
     except pickle.UnpicklingError as error:
@@ -194,7 +202,7 @@ def _unpickling(start: bytes, path: str) -> Iterator[None]:
         raise ConvertError(f"{path}: {error}") from error
     except (FastserialError, OSError, MemoryError):
         raise
-    except Exception as error:  # what a damaged or hostile pickle makes torch raise
+    except Exception as error:  # what torch raises for a damaged or hostile pickle
         what = str(error).partition("\n")[0]
         raise ConvertError(
             f"{path}: torch cannot make what is in it: {type(error).__name__}: {what}"
@@ -204,16 +212,16 @@ def _unpickling(start: bytes, path: str) -> Iterator[None]:
 class _Slices:
     """Slices of a mapping, as `_load` asks for them.
 
-    Empty ones are memory of their own: torch takes storages at the same place for one.
+    Empty ones have memory of their own: torch takes storages with one address for the same.
     """
 
     def __init__(self, whole: torch.UntypedStorage) -> None:
         self._whole = whole
 
-    def __getitem__(self, place: slice) -> torch.UntypedStorage:
-        if place.start == place.stop:
+    def __getitem__(self, part: slice) -> torch.UntypedStorage:
+        if part.start == part.stop:
             return new_storage(0)
-        return cast("torch.UntypedStorage", self._whole[place])
+        return cast("torch.UntypedStorage", self._whole[part])
 
 
 def _map_safetensors(
@@ -237,7 +245,7 @@ def _map_safetensors(
 
 def _map_legacy(fd: int, path: str, container: LegacyContainer, whole: torch.UntypedStorage) -> Any:
     file = container.file
-    places = {
+    ranges = {
         key: (storage.offset or 0, (storage.offset or 0) + storage.held)
         for key, storage in file.storages.items()
     }
@@ -258,7 +266,7 @@ def _map_legacy(fd: int, path: str, container: LegacyContainer, whole: torch.Unt
         dtype = storage_type.dtype
         if type(key) is not str:
             raise pickle.UnpicklingError("the key of a storage is no string")
-        begin, end = places[key]
+        begin, end = ranges[key]
         if (key, dtype) not in known:
             known[key, dtype] = typed(slices[begin:end], dtype)
         root = known[key, dtype]
@@ -281,7 +289,7 @@ def _map_legacy(fd: int, path: str, container: LegacyContainer, whole: torch.Unt
             return unpickler.load()
 
 
-class Source(Places, Protocol):
+class ConvertSource(StorageLocator, Protocol):
     """What is converted.
 
     Attributes:
@@ -316,8 +324,6 @@ class MappedSource:
         self.metadata: dict[str, str] = {}
         self._files = Descriptors()
         self._maps: list[tuple[int, Mapped, FileStamp, str]] = []
-        self._starts: list[tuple[int, int]] = []  # the address of each mapping, and which it is
-        self._checksums: dict[int, dict[int, int]] = {}  # by the place of a record, of each file
 
     def add(self, name: str) -> Mapped:
         """Map a file.
@@ -332,34 +338,26 @@ class MappedSource:
         mapped = map_checkpoint(fd, name)
         if isinstance(mapped.file, SafetensorsContainer):
             self.metadata.update(mapped.file.metadata)
-        bisect.insort(self._starts, (mapped.whole.data_ptr(), len(self._maps)))
         self._maps.append((fd, mapped, before, name))
         return mapped
 
     def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Memory | None:
         """Return where bytes of a storage come from, None if it is in no mapping."""
-        found = self._place(storage)
+        found = self._locate(storage)
         return None if found is None else FileMemory(found[0], found[2] + start, nbytes)
 
     def crc_of(self, storage: torch.UntypedStorage) -> int | None:
-        """Return the CRC-32 of a storage as its file tells it, None if it tells none."""
-        found = self._place(storage)
-        if found is None:
-            return None
-        fd, mapped, offset = found
-        if fd not in self._checksums:
-            records = mapped.file.records
-            self._checksums[fd] = {record.data_offset: record.crc for record in records}
-        return self._checksums[fd].get(offset) or None
+        """Return the CRC-32 of a storage that its file has, None if it has none."""
+        found = self._locate(storage)
+        return None if found is None else found[1].crc_of(found[2])
 
-    def _place(self, storage: torch.UntypedStorage) -> tuple[int, Mapped, int] | None:
-        """Return in which file a storage is, and where (bytes), None if it is in no mapping."""
-        at = bisect.bisect_right(self._starts, (storage.data_ptr(), len(self._maps))) - 1
-        if at < 0:
-            return None
-        fd, mapped, _, _ = self._maps[self._starts[at][1]]
-        offset = mapped.offset_of(storage)
-        return None if offset is None else (fd, mapped, offset)
+    def _locate(self, storage: torch.UntypedStorage) -> tuple[int, Mapped, int] | None:
+        """Return the file of a storage, and its offset there; None if it is in no mapping."""
+        for fd, mapped, _, _ in self._maps:
+            offset = mapped.offset_of(storage)
+            if offset is not None:
+                return fd, mapped, offset
+        return None
 
     def in_order(self, _: torch.Tensor) -> Memory | None:
         """Return None: they are read from the mapping."""
@@ -393,26 +391,18 @@ def open_source(name: str, verify: bool = False) -> MappedSource:
         UnreadableCheckpointError: it is no checkpoint.
         OSError: it cannot be read.
     """
-    index = _index_of(name)
-    if index is None:
-        return _opened(MappedSource("", verify), lambda source: _fill(source, name))
-    return _opened(
-        MappedSource("safetensors", verify), lambda source: _fill_from_index(source, index)
-    )
-
-
-def _opened(source: MappedSource, fill: Callable[[MappedSource], None]) -> MappedSource:
+    source = MappedSource("safetensors", verify)
     try:
-        fill(source)
+        index = _index_of(name)
+        if index is not None:
+            source.value = _all_of(source, index)
+        else:
+            mapped = source.add(name)
+            source.container, source.value = mapped.container, mapped.value
     except BaseException:
         source.close()
         raise
     return source
-
-
-def _fill(source: MappedSource, name: str) -> None:
-    mapped = source.add(name)
-    source.container, source.value = mapped.container, mapped.value
 
 
 def _index_of(name: str) -> str | None:
@@ -427,7 +417,8 @@ def _index_of(name: str) -> str | None:
     return os.path.join(name, found[0]) if found else None
 
 
-def _fill_from_index(source: MappedSource, index: str) -> None:
+def _all_of(source: MappedSource, index: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of all files that an index names, which are mapped."""
     with open(index, "rb") as file:
         text = file.read(_MOST_INDEX)
     try:
@@ -440,10 +431,12 @@ def _fill_from_index(source: MappedSource, index: str) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for name, keys in keys_of.items():
         if os.path.basename(name) != name:
-            raise CorruptCheckpointError(f"it names {name!r}, which is not beside it", path=index)
+            raise CorruptCheckpointError(
+                f"it names {name!r}, which is not in its folder", path=index
+            )
         found = source.add(os.path.join(os.path.dirname(index), name)).value
         for key in keys:
             if key not in found:
                 raise CorruptCheckpointError(f"{name} has no tensor {key!r}", path=index)
             tensors[key] = found[key]
-    source.value = {key: tensors[key] for key in files}
+    return {key: tensors[key] for key in files}

@@ -1,8 +1,8 @@
-"""Folders of torch_checkpointing: which they are, and which file is which rank's.
+"""Folders of torch_checkpointing: how they are recognized, and the rank of each file.
 
 Its `CheckpointManager` makes a folder for each checkpoint, and in it a file for each item and rank,
-`model_0.pt`. An item that can be resharded gets a `metadata.pkl`, which says how many ranks there
-were. Without it, the files may as well be those of epochs: whoever knows better says so.
+`model_0.pt`. An item that can be resharded gets a `metadata.pkl`, which has the number of ranks.
+Without it, the files might be those of epochs, so the caller has to say that they are of ranks.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import os
 import re
 from typing import NamedTuple
 
-from fastserial.errors import CheckpointFileError, CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.dcp import METADATA_NAME
 from fastserial.formats.pickles import Mapping, decode
-from fastserial.formats.source import ByteStream, DescriptorSource
+from fastserial.formats.source import ByteStream, DescriptorSource, naming
 from fastserial.interrupts import Descriptors
 
 __all__ = ["METADATA", "RANK_FOLDER", "RankFolder", "find_rank_folder", "ranks_said"]
@@ -31,7 +31,7 @@ class RankFolder(NamedTuple):
     Attributes:
         items: for each item, by name, the file of each rank that has one, by rank.
         ranks: how many ranks there are.
-        metadata: name of the file that says so, None if there is none.
+        metadata: name of the file with their number, None if there is none.
         others: names of files that belong to no item, such as those in JSON.
     """
 
@@ -47,7 +47,7 @@ class RankFolder(NamedTuple):
 
 
 def find_rank_folder(path: str | os.PathLike[str], by_name: bool = False) -> RankFolder | None:
-    """Return what is in a folder that torch_checkpointing saved to; None if it is none of these.
+    """Return the files of a folder that torch_checkpointing saved to; None of any other folder.
 
     Every checkpoint file in it is called `{item}_{rank}.pt`, and more than half of the ranks have
     one.
@@ -82,7 +82,7 @@ def find_rank_folder(path: str | os.PathLike[str], by_name: bool = False) -> Ran
 
 
 def ranks_said(path: str, found: RankFolder) -> int | None:
-    """Return how many ranks saved, as `metadata.pkl` says; None if there is none.
+    """Return the number of ranks in `metadata.pkl`; None if there is no such file.
 
     Raises:
         CorruptCheckpointError: it is damaged.
@@ -93,13 +93,9 @@ def ranks_said(path: str, found: RankFolder) -> int | None:
     if found.metadata is None:
         return None
     name = os.path.join(path, found.metadata)
-    try:
-        with Descriptors() as files:
-            fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
-            value = decode(ByteStream(DescriptorSource(fd))).value
-    except CheckpointFileError as error:
-        error.path = name
-        raise
+    with naming(name), Descriptors() as files:
+        fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
+        value = decode(ByteStream(DescriptorSource(fd))).value
     pairs = value.items if isinstance(value, Mapping) else []
     said = next((number for key, number in pairs if key == "world_size"), None)
     if type(said) is not int or said < 1:

@@ -1,6 +1,6 @@
 """`fastserial.save`: saving through fastserial for a caller that did not `install()`.
 
-The same code as after `install()`: our copies of torch's inner functions, called by themselves.
+It runs the same code as after `install()`: the patched copies of torch's inner functions.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def write(
 
     Args:
         zip_container: torch's zip format; False is `_use_new_zipfile_serialization=False`.
-        prefix: what is put before the records' names in the archive; by default the file's name.
-            As for `save_hooks.zip_writer`.
+        prefix: the folder of the records in the archive; by default the file's name. As for
+            `save_hooks.zip_writer`.
         otherwise: writes the file where fastserial cannot; by default `torch.save` does, which
             opens the file before it pickles.
 
@@ -93,7 +93,7 @@ def write(
     if not isinstance(writer, StockWay):
         return writer
     if not installed():
-        SAVES.add_torchs(writer.reason)  # else it is counted by what torch calls now
+        SAVES.add_torchs(writer.reason)  # else the patched function that torch calls counts it
     if otherwise is not None:
         otherwise()
     else:

@@ -1,4 +1,4 @@
-"""Writing objects whose bytes come from other files: the writer fetches them as it needs them."""
+"""Writing objects whose bytes come from other files: the writer reads them as it needs them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ import torch
 
 from fastserial.checkpoints.tensor_read import is_dense, overlapping
 from fastserial.config import Config
-from fastserial.errors import ConvertError, CorruptCheckpointError
-from fastserial.files.linux import preadv
+from fastserial.errors import ConvertError
 from fastserial.formats.extents import Data, Extent
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
+from fastserial.formats.source import read_to
 from fastserial.formats.zip.layout import archive_name
-from fastserial.memory.batch import batch_of
-from fastserial.memory.storages import HostMemory, Memory, storage_memory
+from fastserial.memory.storages import HostMemory, Memory, batch_of, storage_memory
 from fastserial.patching.install import get_original, patched
 from fastserial.saving.archive import ZipArchive
 from fastserial.saving.writer import FastFileWriter
 
 __all__ = [
     "FileMemory",
-    "Places",
+    "StorageLocator",
     "StreamWriter",
     "elements_of",
     "flat_tensors",
@@ -42,25 +41,25 @@ __all__ = [
 _PROTOCOL = 2  # torch's default
 
 
-class Places(Protocol):
-    """Knows where the bytes of objects are whose memory is not read."""
+class StorageLocator(Protocol):
+    """Locates the bytes of storages and tensors whose memory is not read."""
 
     def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Memory | None:
-        """Return where bytes of a storage come from, None if it has them itself."""
+        """Return the source of a storage's bytes, None if they are in its memory."""
 
     def in_order(self, tensor: torch.Tensor) -> Memory | None:
-        """Return where the bytes of a tensor come from that is not contiguous, or None."""
+        """Return the source of a non-contiguous tensor's bytes, None if they are in its memory."""
 
 
-def memory_of(places: Places, storage: torch.UntypedStorage) -> Memory:
-    """Return where a storage's bytes come from."""
+def memory_of(locator: StorageLocator, storage: torch.UntypedStorage) -> Memory:
+    """Return the source of a storage's bytes."""
     nbytes = storage.nbytes()
-    found = places.part_of(storage, 0, nbytes) if nbytes else None
+    found = locator.part_of(storage, 0, nbytes) if nbytes else None
     return storage_memory(storage) if found is None else found
 
 
 class FileMemory:
-    """`nbytes` bytes at `offset` of a file, as the writer wants to see a storage."""
+    """`nbytes` bytes at `offset` of a file, in the interface of a storage's memory."""
 
     __slots__ = ("_fd", "_offset", "nbytes")
 
@@ -72,16 +71,11 @@ class FileMemory:
     def copy_to(self, address: int, start: int, length: int) -> None:
         """Read bytes [start, start + length) into host memory at `address`."""
         view = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
-        done = 0
-        while done < length:
-            got = preadv(self._fd, [view[done:]], self._offset + start + done)
-            if got == 0:
-                raise CorruptCheckpointError("the file became shorter while it was read")
-            done += got
+        read_to(view, self._fd, self._offset + start)
 
 
 class _OrderedMemory:
-    """A tensor's elements in order, as many at a time as are asked for: not contiguous ones."""
+    """The elements of a non-contiguous tensor in order, copied as they are needed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.nbytes = tensor.numel() * tensor.itemsize
@@ -118,16 +112,16 @@ def _gather(tensor: torch.Tensor, first: int, target: torch.Tensor) -> None:
 class StreamWriter(FastFileWriter):
     """A writer that takes storages from the source file, not from the mapping."""
 
-    def __init__(self, path: str, config: Config, places: Places, to: str) -> None:
+    def __init__(self, path: str, config: Config, locator: StorageLocator, to: str) -> None:
         super().__init__(path, config, container=to)
-        self.places = places
+        self.locator = locator
 
     def save_torch_storage_object_list(
         self,
         storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
         save_size: bool = True,
     ) -> int:
-        batch = batch_of([memory_of(self.places, storage) for storage, _ in storage_obj_list])
+        batch = batch_of([memory_of(self.locator, storage) for storage, _ in storage_obj_list])
         element_sizes = [dtype.itemsize for _, dtype in storage_obj_list]
         counts = element_counts(batch.sizes, element_sizes, save_size)
         extents = storage_extents(batch, counts)
@@ -144,19 +138,19 @@ class _StreamArchive(ZipArchive):
 
     def __init__(self, writer: StreamWriter, archive: str) -> None:
         super().__init__(writer, archive, owns_writer=False)
-        self._places = writer.places
+        self._locator = writer.locator
 
     def write_record(
         self, name: str, data: str | bytes | int | torch.UntypedStorage, size: int
     ) -> None:
         if isinstance(data, torch.UntypedStorage):
-            self._add_memory(name, memory_of(self._places, data))
+            self._add_memory(name, memory_of(self._locator, data))
         else:
             super().write_record(name, data, size)
 
     def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
         for name, storage in zip(names, storages, strict=True):
-            self._add_memory(name, memory_of(self._places, storage))
+            self._add_memory(name, memory_of(self._locator, storage))
 
 
 def write_zip(value: Any, writer: StreamWriter) -> None:
@@ -179,7 +173,7 @@ def write_legacy(value: Any, writer: StreamWriter) -> None:
 
 
 class _LegacyProbe(pickle.Pickler):
-    """Pickles into nothing, and stops at what a legacy file cannot give back."""
+    """Pickles into nothing, and raises for what a legacy file cannot hold."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), _PROTOCOL)
@@ -220,7 +214,7 @@ def write_safetensors(
     extents: list[Extent] = []
     at = 0
     for _, tensor in order:
-        memory = elements_of(tensor, writer.places)
+        memory = elements_of(tensor, writer.locator)
         if memory.nbytes:
             extents.append(Extent(at, memory.nbytes, Data(memory, memory.nbytes, None)))
             at += memory.nbytes
@@ -271,7 +265,7 @@ def _is_no_unicode(text: str) -> bool:
 
 
 def _advice(value: Mapping[Any, Any]) -> str:
-    """Name the entry that most likely is wanted: the one with the most tensors."""
+    """Suggest the entry with the most tensors."""
     counts = {
         key: sum(isinstance(one, torch.Tensor) for one in item.values())
         for key, item in value.items()
@@ -297,14 +291,14 @@ def refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def elements_of(tensor: torch.Tensor, places: Places) -> Memory:
+def elements_of(tensor: torch.Tensor, locator: StorageLocator) -> Memory:
     """Return a tensor's bytes in the order of its elements."""
     if not tensor.numel():
         return HostMemory(0, 0, None)
     lazy = tensor.is_conj() or tensor.is_neg()
     if lazy or not (tensor.is_contiguous() and is_dense(tensor)):
-        return places.in_order(tensor) or cast("Memory", _OrderedMemory(tensor))
+        return locator.in_order(tensor) or cast("Memory", _OrderedMemory(tensor))
     nbytes = tensor.numel() * tensor.itemsize
     start = int(tensor.storage_offset()) * tensor.itemsize
-    found = places.part_of(tensor.untyped_storage(), start, nbytes)
+    found = locator.part_of(tensor.untyped_storage(), start, nbytes)
     return HostMemory(tensor.data_ptr(), nbytes, tensor) if found is None else found

@@ -1,7 +1,7 @@
 """Reading tensors, or parts of them, from a file: only the bytes that are needed.
 
-A part is described by a meta tensor: its shape, strides and storage offset, which indexing works
-out as for any tensor.
+A part is described by a meta tensor: indexing computes its shape, strides and storage offset as for
+any tensor.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.serialization import LoadEndianness, get_default_load_endianness
 
 from fastserial.config.performance import CONTIGUOUS_RUN, SCATTERED_CHUNK
 from fastserial.errors import (
-    CheckpointFileError,
     UnreadableCheckpointError,
     UnreadableTensorError,
 )
 from fastserial.formats.container import Container, ZipContainer, open_container
+from fastserial.formats.source import naming
 from fastserial.formats.storages import reach
 from fastserial.formats.tensors import TensorEntry
 from fastserial.formats.zip.records import PICKLE
@@ -27,7 +27,7 @@ from fastserial.loading.sinks import DeviceSink, HostSink, ReadExtent, Sink
 from fastserial.memory.storages import is_on_host
 
 if TYPE_CHECKING:
-    from fastserial.memory.ring import Ring
+    from fastserial.memory.buffers import Ring
 
 __all__ = [
     "direct_extent",
@@ -48,7 +48,7 @@ class ExtentReader(Protocol):
     """Reads extents of a file."""
 
     def read_into(self, extents: Sequence[ReadExtent]) -> None:
-        """Return when all are in their places."""
+        """Return when all have arrived."""
 
 
 def meta_of(tensor: TensorEntry) -> torch.Tensor:
@@ -90,12 +90,12 @@ def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] 
         for key, tensor in tensors
         if tensor.numel()
     )
-    place, reached, owner = "", 0, ""
+    before, reached, owner = "", 0, ""
     for device, start, stop, key in spans:
-        if device == place and start < reached:
+        if device == before and start < reached:
             return owner, key
-        if device != place or stop > reached:
-            place, reached, owner = device, stop, key
+        if device != before or stop > reached:
+            before, reached, owner = device, stop, key
     return None
 
 
@@ -111,17 +111,17 @@ def _same_layout(view: torch.Tensor, target: torch.Tensor) -> bool:
 def direct_extent(
     base: int, view: torch.Tensor, target: torch.Tensor, ring: Ring | None = None
 ) -> ReadExtent | None:
-    """Return the extent that fills a tensor straight from the file, if the bytes are in its order.
+    """Return the extent that fills a tensor, if the file has the bytes in its order.
 
     Args:
-        base: where in the file element 0 of the view's storage lies (bytes).
+        base: offset in the file of element 0 of the view's storage (bytes).
         view: what to read.
         target: a tensor of the same dtype and shape, on the host or on a device.
-        ring: what bytes for devices pass through.
+        ring: the staging buffers of bytes for devices.
     """
     if not is_dense(view) or not _same_layout(view, target):
         return None
-    if target.is_conj() or target.is_neg():  # its memory holds other values than it shows
+    if target.is_conj() or target.is_neg():  # its memory holds other values than its elements
         return None
     nbytes = target.numel() * target.itemsize
     sink: Sink
@@ -165,12 +165,12 @@ def read_tensor_into(
     target: torch.Tensor,
     pending: tuple[str, ...] = (),
 ) -> None:
-    """Put the elements of a part of a tensor in the file into a tensor, a chunk at a time.
+    """Copy the elements of a part of a tensor in the file to a tensor, some at a time.
 
     Args:
         reader, base, view: as `fetch`.
         target: of the same dtype and shape; any device, any strides.
-        pending: what is to be applied to the elements first.
+        pending: operations that are applied to the elements first.
     """
     span = _span(view)
     if not span:
@@ -187,7 +187,7 @@ def read_tensor_into(
     dim = max(range(view.dim()), key=lambda d: (view.shape[d] > 1, view.stride(d)))
     row = view.stride(dim) * view.itemsize
     rows = max(1, SCATTERED_CHUNK // max(row, 1))
-    if view.shape[dim] <= 1:  # cannot be cut any more
+    if view.shape[dim] <= 1:  # cannot be cut further
         rows = 1
     for start in range(0, view.shape[dim], rows):
         count = min(rows, view.shape[dim] - start)
@@ -205,7 +205,7 @@ def resolved(tensor: torch.Tensor, pending: tuple[str, ...]) -> torch.Tensor:
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view that can be copied: not every dtype has a kernel for that."""
+    """Return a view that can be copied: some dtypes have no kernel for it."""
     return tensor if tensor.is_complex() else tensor.view(_INTEGERS[tensor.itemsize])
 
 
@@ -224,14 +224,14 @@ def _runs(base: int, view: torch.Tensor, out: torch.Tensor) -> Iterator[ReadExte
         return
     outer = list(zip(view.shape[:cut], view.stride()[:cut], strict=True))
     address, first = out.data_ptr(), _first(base, view)
-    for index, place in enumerate(itertools.product(*(range(size) for size, _ in outer))):
-        at = sum(i * step for i, (_, step) in zip(place, outer, strict=True))
+    for index, position in enumerate(itertools.product(*(range(size) for size, _ in outer))):
+        at = sum(i * step for i, (_, step) in zip(position, outer, strict=True))
         sink = HostSink(address + index * nbytes, nbytes, out)
         yield ReadExtent(first + at * view.itemsize, nbytes, sink)
 
 
 def open_readable(fd: int, path: str) -> Container:
-    """Return what an open checkpoint says of itself, its tensors included.
+    """Return the container of an open checkpoint, whose pickle has been read.
 
     Args:
         fd: its descriptor; positions are not used.
@@ -244,8 +244,8 @@ def open_readable(fd: int, path: str) -> Container:
         PickleLimitError: its pickle is larger than the limits.
         OSError: it cannot be read.
     """
-    container = open_container(fd, path)
-    try:
+    with naming(path):
+        container = open_container(fd, path)
         if isinstance(container, ZipContainer) and container.directory.find(PICKLE) is None:
             text = "the archive holds no data.pkl: not a checkpoint of torch.save"
             raise UnreadableCheckpointError(text)
@@ -253,9 +253,6 @@ def open_readable(fd: int, path: str) -> Container:
             text = "the file was written on a big-endian machine: use torch.load"
             raise UnreadableTensorError(text)
         container.keys()  # reads the pickle
-    except CheckpointFileError as error:
-        error.path = error.path or path
-        raise
     return container
 
 

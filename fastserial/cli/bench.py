@@ -26,10 +26,9 @@ _Runs = Annotated[int, typer.Option(min=1, help="Rounds, after one warm-up.")]
 _Fio = Annotated[bool, typer.Option("--fio/--no-fio", help="Compare with fio.")]
 _Gpu = Annotated[bool, typer.Option("--gpu", help="The tensors are on the CUDA device.")]
 _Json = Annotated[Path | None, typer.Option("--json", help="Also write all results to this file.")]
-_Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the rows to this file.")]
 
 
-class Container(str, Enum):
+class TorchFormat(str, Enum):
     """torch's two file formats."""
 
     zip = "zip"
@@ -37,11 +36,10 @@ class Container(str, Enum):
 
 
 class Temperature(str, Enum):
-    """What of the file is in the page cache, and where the memory for it comes from."""
+    """What of the file is in the page cache."""
 
     cold = "cold"
     warm = "warm"
-    fresh = "fresh"
 
 
 @bench_app.command()
@@ -49,24 +47,17 @@ def save(
     folder: _Folder,
     size: _Size = "3GiB",
     tensors: _Tensors = 300,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Instead: gpt2, gpt2-large, llama3-1b, ... with random weights, or a folder with "
-            "a transformers config.json."
-        ),
-    ] = None,
     gpu: _Gpu = False,
     runs: _Runs = 5,
     formats: Annotated[
-        list[Container] | None, typer.Option("--format", help="Only this format; may be repeated.")
+        list[TorchFormat] | None,
+        typer.Option("--format", help="Only this format; may be repeated."),
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Also save over an existing file.")] = True,
     loose: Annotated[bool, typer.Option(help="Also saves without a sync.")] = True,
     engines: Annotated[bool, typer.Option(help="Also the other engines.")] = True,
     with_fio: _Fio = True,
     json_file: _Json = None,
-    csv_file: _Csv = None,
 ) -> None:
     """Save a checkpoint with stock torch and fastserial, interleaved, fio among them.
 
@@ -80,16 +71,15 @@ def save(
         folder,
         parse_bytes(size),
         tensors,
-        model,
         gpu=gpu,
-        formats=tuple(container.value for container in dict.fromkeys(formats or Container)),
+        formats=tuple(container.value for container in dict.fromkeys(formats or TorchFormat)),
         runs=runs,
         overwriting=overwrite,
         loose=loose,
         with_engines=engines,
         with_fio=with_fio,
     )
-    _run(lambda say: run_save(bench, say), json_file, csv_file)
+    _run(lambda say: run_save(bench, say), json_file)
 
 
 @bench_app.command()
@@ -104,20 +94,18 @@ def load(
     ] = None,
     with_fio: _Fio = True,
     json_file: _Json = None,
-    csv_file: _Csv = None,
 ) -> None:
     """Load a checkpoint with stock torch and fastserial, interleaved, fio among them.
 
-    Cold: nothing of the file is in the page cache; warm: all of it is; fresh: warm, and the memory
-    was not used for a while. What is loaded is compared with what was saved; exit status 1 if it
-    differs.
+    Cold: nothing of the file is in the page cache; warm: all of it is. What is loaded is compared
+    with what was saved; exit status 1 if it differs.
     """
-    from fastserial.bench.load import TEMPERATURES, LoadBench, run_load
+    from fastserial.bench.load import LoadBench, run_load
     from fastserial.bench.measure import parse_bytes
 
-    chosen = tuple(TEMPERATURES[one.value] for one in temperature or Temperature)
+    chosen = tuple(one.value for one in dict.fromkeys(temperature or Temperature))
     bench = LoadBench(folder, parse_bytes(size), tensors, runs, chosen, with_fio, gpu)
-    _run(lambda say: run_load(bench, say), json_file, csv_file)
+    _run(lambda say: run_load(bench, say), json_file)
 
 
 def demo(
@@ -166,16 +154,15 @@ def _crash(folder: Path, nbytes: int, runs: int) -> NoReturn:
 def _run(
     measure: Callable[[Callable[[str], None]], Result],
     json_file: Path | None = None,
-    csv_file: Path | None = None,
 ) -> None:
-    """Measure, show what was found, and write the files that are wanted."""
+    """Measure, show what was found, and write the file that is wanted."""
     from fastserial.bench.table import check_files, progress
     from fastserial.console import new_console
 
-    check_files(json_file, csv_file)
+    check_files(json_file)
     console = new_console()
     with progress(console) as say:
         result = measure(say)
     result.show(console)
-    result.write(json_file, csv_file)
+    result.write(json_file)
     raise typer.Exit(0 if result.right else 1)

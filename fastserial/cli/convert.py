@@ -16,7 +16,7 @@ from fastserial.reports import format_bytes
 __all__ = ["convert"]
 
 
-class Target(str, Enum):
+class TargetFormat(str, Enum):
     """Containers that can be written."""
 
     zip = "zip"
@@ -30,12 +30,12 @@ def convert(
         Path,
         typer.Argument(
             help="A zip, legacy or safetensors checkpoint, an index of safetensors files, "
-            "or a folder of DCP or torch_checkpointing."
+            "or a folder of DCP."
         ),
     ],
     target: Annotated[Path, typer.Argument(help="The new file or folder.")],
     to: Annotated[
-        Target | None, typer.Option("--to", help="Default: by the target's name, else zip.")
+        TargetFormat | None, typer.Option("--to", help="Default: by the target's name, else zip.")
     ] = None,
     key: Annotated[str, typer.Option(help="Convert this part only (`model`).")] = "",
     copy_shared: Annotated[
@@ -47,9 +47,6 @@ def convert(
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Check every checksum first.")
     ] = True,
-    ranks: Annotated[
-        bool, typer.Option("--ranks", help="Files such as model_0.pt of a folder are of ranks.")
-    ] = False,
 ) -> None:
     """Write a checkpoint in another container. Runs no code of untrusted pickles.
 
@@ -61,7 +58,7 @@ def convert(
     from fastserial.config import current, parse_size
     from fastserial.distributed.convert import convert as run
 
-    # torch's warning is about what either goes well or is an error of ours, with a remedy
+    # torch warns of what either succeeds, or raises an error of ours with a remedy
     warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
     done = run(
         source,
@@ -72,9 +69,8 @@ def convert(
         shard_nbytes=parse_size(shard_size) if shard_size else None,
         verify=verify,
         config=current(progress=sys.stderr.isatty()),
-        ranks=ranks,
     )
     say(f"{done.source} -> {done.target}: {format_bytes(done.nbytes)} in {target}")
     if done.dropped:
         names = ", ".join(map(ascii, done.dropped))
-        say(f"not kept, for want of a place in the format: metadata {names}", err=True)
+        say(f"not kept, since the format cannot hold it: metadata {names}", err=True)

@@ -1,4 +1,4 @@
-"""The doctor's findings for people."""
+"""The report of `fastserial doctor` as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.table import Table
 
 from fastserial.console import new_console
 from fastserial.diagnosis.examine import Diagnosis
-from fastserial.diagnosis.folder import Folder
+from fastserial.diagnosis.folder import FolderFacts
 from fastserial.reports import format_bytes
 
 __all__ = ["show"]
@@ -83,7 +83,7 @@ def _boot(found: Diagnosis) -> str:
     return f"variable FASTSERIAL {variable}, fastserial.pth {pth}"
 
 
-def _folder(folder: Folder) -> Iterator[tuple[str, str]]:
+def _folder(folder: FolderFacts) -> Iterator[tuple[str, str]]:
     yield "folder", folder.path
     device = folder.device
     words = [folder.file_system, f"on {device.name}" if device.name else "", device.model]
@@ -101,7 +101,7 @@ def _folder(folder: Folder) -> Iterator[tuple[str, str]]:
         yield "", f"left by a killed save: {name}"
 
 
-def _direct(folder: Folder) -> str:
+def _direct(folder: FolderFacts) -> str:
     if folder.direct_problem is not None:
         return f"no ({folder.direct_problem})"
     if folder.alignment is None:

@@ -32,7 +32,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     records: Annotated[bool, typer.Option("--records", help="List records or items, too.")] = False,
 ) -> None:
-    """Show what a checkpoint holds. Reads no tensor's bytes and executes nothing.
+    """Show what a checkpoint contains. Reads no tensor's bytes and executes nothing.
 
     Exit status: 0, 1 if it is damaged, 2 if it cannot be read.
     """
@@ -84,21 +84,18 @@ def _print_inspection(console: Console, found: Inspection, records: bool) -> Non
 
 
 def _print_tensors(console: Console, found: Inspection) -> None:
-    places = {storage.key: storage.offset for storage in found.storages}
     rows: list[tuple[Any, ...]] = []
-    for tensor in found.tensors:
-        start = places.get(tensor.storage or "")
+    for tensor, offset in zip(found.tensors, found.offsets(found.tensors), strict=True):
+        strides = "" if tensor.is_contiguous else f", strides {list(tensor.stride)}"
         rows.append(
             (
                 tensor.key or "(root)",
                 tensor.dtype,
                 list(tensor.shape),
                 tensor.nbytes,
-                "-" if start is None else start + tensor.span[0],
+                "-" if offset is None else offset,
                 "-" if tensor.storage is None else tensor.storage,
-                tensor.kind
-                if tensor.is_contiguous
-                else f"{tensor.kind}, strides {list(tensor.stride)}",
+                tensor.kind + strides,
             )
         )
     columns = ("tensor", "dtype", "shape", "bytes", "at byte", "storage", "kind")
@@ -117,6 +114,6 @@ def _print_sharing(console: Console, found: Inspection) -> None:
         print_table(console, "Storages shared or larger than need be", columns, rows)
     if found.wasted_bytes:
         console.print(
-            f"{format_bytes(found.wasted_bytes)} could be saved: views drag their whole storage "
-            "along; clone() them before saving"
+            f"{format_bytes(found.wasted_bytes)} could be saved: torch saves the whole storage of "
+            "a view; clone() views before saving"
         )

@@ -50,11 +50,10 @@ def run(argv: Sequence[str]) -> NoReturn:
 
 
 def _command(word: str) -> str | None:
-    """Return the path of a command, that beside this Python first; None if it is none."""
+    """Return the path of a command, preferably next to this Python; None if it is none."""
     if word.startswith("-") or os.path.exists(word):
         return None
-    beside = os.path.dirname(sys.executable)
-    return shutil.which(word, path=beside) or shutil.which(word)
+    return shutil.which(word, path=os.path.dirname(sys.executable)) or shutil.which(word)
 
 
 def _python_of(command: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Options: one frozen `Config` and one rule for where its values come from.
+"""Options: one frozen `Config`, and one rule for the origin of its values.
 
 A value set nearer to the call wins:
 `with options(...)`  >  `install(...)`  >  `FASTSERIAL_<NAME>` in the environment  >  default.
@@ -55,6 +55,9 @@ TRANSFERS = _WORDS["transfer"][1:]  # as gdsio numbers them, from 0 on (`-x`)
 class Config:
     """How bytes reach the disk. Sizes are bytes.
 
+        config = fastserial.Config(block_size=1 << 20, queue_depth=4)
+        print(fastserial.verify("ckpt.pt", config=config))
+
     Attributes:
         engine: name of the I/O engine (`threads`, ...), or a function that makes one from the
             number of threads.
@@ -88,9 +91,9 @@ class Config:
             `"cpu_async_gpu"`: through pinned memory, on streams of its own, so that copies,
             checksums and I/O overlap; `"cpu_gpu"`: each copy is waited for; `"cpu"`: likewise, and
             `torch.load` reads to the host, from where torch copies; `"cpu_cached_gpu"`: as
-            `"cpu_async_gpu"`, and all files through the page cache; `"gds"`, `"gpu_async"` and
-            `"gpu_batch"`: past the host, by cuFile's synchronous, stream-ordered and batched calls;
-            where that cannot be, `"auto"` is taken, with a warning.
+            `"cpu_async_gpu"`, and all files through the page cache; `"gds"`: past the host, by
+            cuFile; where that is impossible, `"auto"` is taken, with a warning. `"gpu_async"` and
+            `"gpu_batch"` are taken as `"gds"`.
     """
 
     engine: str | EngineFactory = "threads"
@@ -277,7 +280,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     """Return the known name that is most like one, empty if none is."""
     try:
         from difflib import get_close_matches  # rarely wanted
-    except ImportError:  # rights given up since the start may not reach it any more
+    except ImportError:  # a process that dropped privileges may not be able to read it
         return ""
     return "".join(get_close_matches(name, known, 1, _NEAR))
 
@@ -312,7 +315,7 @@ def forget_installed() -> None:
 
 
 def chosen(**overrides: Any) -> Mapping[str, Any]:
-    """Return the options that somebody set in the calling context; the others are defaults.
+    """Return the options that are set in the calling context; the others have their defaults.
 
     Raises:
         ConfigError: an option has an unknown name, or an environment variable an impossible value.
@@ -344,6 +347,9 @@ def current(**overrides: Any) -> Config:
 @contextlib.contextmanager
 def options(**values: Any) -> Iterator[Config]:
     """Set options for the saves made inside a `with` block (this thread or task only).
+
+        with fastserial.options(durable=False):
+            torch.save(state, "ckpt.pt")
 
     Raises:
         ConfigError: an option has an unknown name or an impossible value.

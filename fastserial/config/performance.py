@@ -33,7 +33,7 @@ ALWAYS_FITS = 64 * MiB  # asking what is free takes 0.3 ms
 # So much of a device's first large save is timed: a throttle or a disk's cache takes less at once.
 TRIAL = 16 * MiB
 # Bytes a second. Through the page cache 2 cores save about 1 GB a second, so a device of half that
-# speed is waited for either way; a faster one is written to directly.
+# speed is waited for in any case; a faster one is written to directly.
 FAST_DEVICE = 400e6
 # Seconds for which a device that was slow counts as slow: it may have been busy. To measure it
 # again costs no more than `TRIAL` bytes that are waited for.
@@ -83,11 +83,11 @@ PICKLE_SHARE = 10_000
 
 # -- loads -----------------------------------------------------------------------------------------
 
-# Direct reads put what is as large where it belongs; less comes to a staging buffer, with others.
+# Direct reads of at least this size go to their target; smaller ones share a staging buffer.
 IN_PLACE = 512 * KiB
 NEAR_EXTENTS = 128 * KiB  # bytes not wanted that are read rather than split a read in two
 UNSTAGED = 64 * KiB  # pieces from here on are worth a read of their own, without a copy
-# Through the page cache all of a block's records come with one call, each in its memory. 300 in
+# Through the page cache one call reads all records of a block, each to its memory. 300 in
 # 100 MB took the caller 14 ms so, with reads and copies of their own 35.
 SCATTERED_BLOCK = 16 * MiB
 READ_TOGETHER = 16 * MiB  # of neighbours; the larger, the more of their memory is on huge pages

@@ -1,4 +1,4 @@
-"""`fastserial doctor`: how saves and loads run here, what slows them, and what to do about it.
+"""`fastserial doctor`: how saves and loads run here, what makes them slow, and what to do.
 
 `examine` collects facts, and `judge` says what they mean; the command shows both.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 from fastserial import __version__, config, engines, startup
 from fastserial.config import Config
-from fastserial.diagnosis.folder import Folder, folder_problem, probe_folder
+from fastserial.diagnosis.folder import FolderFacts, folder_problem, probe_folder
 from fastserial.engines import EngineStatus
 from fastserial.engines.gds.host import GpuHost, probe_gpus
 from fastserial.errors import ConfigError, FastserialError, PatchError
@@ -37,9 +37,11 @@ _LITTLE_SPACE = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something to know, and what to do. `slow`: it makes saves stock or slow, or lets them fail.
+    """A fact to know, and what to do about it.
 
-    `fails`: it lets them fail.
+    Attributes:
+        slow: it makes saves stock or slow, or makes them fail.
+        fails: it makes them fail.
     """
 
     text: str
@@ -50,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """The installed torch: the patch tried on it, and why it would stay stock (`reason`)."""
+    """The installed torch: the patch that was tried, and why torch would stay stock (`reason`)."""
 
     version: str | None
     patch: str | None = None
@@ -64,7 +66,7 @@ class Torch:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option in force, and where its value comes from."""
+    """An option in force, and the source of its value."""
 
     name: str
     value: Any
@@ -73,7 +75,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Boot:
-    """Starting with Python: the variable FASTSERIAL, and whether `fastserial.pth` is at work."""
+    """Installation at start-up: the variable FASTSERIAL, and whether `fastserial.pth` is active."""
 
     variable: str | None
     switch: bool | None
@@ -82,10 +84,11 @@ class Boot:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All that the doctor found. Sizes are bytes.
+    """All that was found. Sizes are bytes.
 
-    `small_pages` is why buffers get no huge pages, or None if they do.
-    `gpus` is None without a driver of NVIDIA's.
+    Attributes:
+        small_pages: why buffers get no huge pages, None if they do.
+        gpus: None without a driver of NVIDIA's.
     """
 
     fastserial: str
@@ -100,7 +103,7 @@ class Diagnosis:
     options_problem: str | None
     unknown_variables: tuple[str, ...]
     small_pages: str | None
-    folder: Folder | None
+    folder: FolderFacts | None
     findings: tuple[Finding, ...] = ()
     gpus: GpuHost | None = None
 
@@ -115,7 +118,7 @@ class Diagnosis:
 
 
 def examine(folder: Path | None = None) -> Diagnosis:
-    """Look at this Python, its torch, and a folder. Nothing is changed.
+    """Examine this Python, its torch, and a folder. Nothing is changed.
 
     Raises:
         FastserialError: the folder does not exist or is not a directory.
@@ -150,27 +153,25 @@ def _torch() -> Torch:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
         return Torch(None, reason=f"torch cannot be imported: {error}")
-    version, cuda = str(torch.__version__), bool(torch.cuda.is_available())
     hooks = importlib.import_module("fastserial.patching.save_hooks")
+    found = Torch(str(torch.__version__), cuda=bool(torch.cuda.is_available()))
     before = install.installed()
     try:
         install.switch_on(strict=True)
-        found = install.status()
+        status = install.status()
+        found = dataclasses.replace(
+            found,
+            patch=status.patch,
+            exact=status.exact,
+            functions=status.functions,
+            replaced=status.replaced,
+        )
     except PatchError as error:
-        return Torch(version, reason=str(error), self_check=hooks.self_check(), cuda=cuda)
+        found = dataclasses.replace(found, reason=str(error))
     finally:
         if not before:
             install.uninstall()
-    return Torch(
-        version,
-        found.patch,
-        found.exact,
-        found.functions,
-        found.replaced,
-        None,
-        hooks.self_check(),
-        cuda,
-    )
+    return dataclasses.replace(found, self_check=hooks.self_check())
 
 
 def _options() -> tuple[tuple[Option, ...], Config, str | None]:
@@ -203,7 +204,7 @@ def _boot() -> Boot:
 
 
 def judge(found: Diagnosis, options: Config) -> Iterator[Finding]:
-    """Yield the findings, the gravest first."""
+    """Yield the findings, the most serious first."""
     yield from _about_torch(found)
     yield from _about_engine(found)
     yield from _about_options(found, options)
@@ -296,7 +297,7 @@ def _about_memory(found: Diagnosis) -> Iterator[Finding]:
         )
 
 
-def _about_folder(folder: Folder, options: Config) -> Iterator[Finding]:
+def _about_folder(folder: FolderFacts, options: Config) -> Iterator[Finding]:
     if folder.problem is not None:
         yield Finding(
             f"no file can be made in {folder.path}: {folder.problem}",
@@ -357,7 +358,7 @@ def _about_boot(found: Diagnosis) -> Iterator[Finding]:
         )
     elif found.boot.switch is True and not found.boot.pth:
         yield Finding(
-            f"FASTSERIAL={found.boot.variable} has no effect: fastserial.pth is not at work in "
+            f"FASTSERIAL={found.boot.variable} has no effect: fastserial.pth is not active in "
             "this Python",
             "install fastserial there with pip, or put `import fastserial.auto` into the program",
             True,

@@ -1,4 +1,4 @@
-"""What a folder's file system and device can do, tried for real."""
+"""What a folder's file system and device can do, found by trying."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from pathlib import Path
 
 from fastserial.config.performance import PAGE
 from fastserial.files import linux
-from fastserial.files.linux import DirectAlignment
-from fastserial.files.replacement import TEMPORARY_NAME
-from fastserial.files.sysfs import block_node, first_line
+from fastserial.files.destination import TEMPORARY_NAME
+from fastserial.files.linux import DirectAlignment, block_node, first_line
 from fastserial.interrupts import Descriptors
 from fastserial.memory.buffers import BufferPool
 
-__all__ = ["Device", "Folder", "device_of", "folder_problem", "leftovers", "probe_folder"]
+__all__ = ["Device", "FolderFacts", "device_of", "folder_problem", "leftovers", "probe_folder"]
 
 _YOUNG = 5.0  # seconds; a younger temporary file may be about to be locked by its owner
 _TRIAL_BYTES = 1 << 20
@@ -28,7 +27,7 @@ _TRIAL_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The block device below a folder. What the kernel does not tell is empty or None."""
+    """The block device of a folder. What the kernel does not report is empty or None."""
 
     name: str
     model: str
@@ -37,13 +36,13 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class FolderFacts:
     """What saves to a folder can use.
 
     Attributes:
-        problem: why no file can be made there; then the rest is not known.
+        problem: why no file can be created there; then the rest is not known.
         alignment: what direct I/O needs; None: the kernel says the file system has none.
-        direct_problem: why a direct write, tried for real, failed; None: it worked.
+        direct_problem: why a direct write failed; None: it worked.
         unnamed_files: files without a name (O_TMPFILE): a killed save leaves nothing.
         preallocates: space can be reserved (fallocate).
         leftovers: temporary files of killed saves.
@@ -61,11 +60,11 @@ class Folder:
     leftovers: tuple[str, ...] = ()
 
 
-def probe_folder(folder: Path) -> Folder:
-    """Try out what a folder can do. Files made for it are gone when this returns.
+def probe_folder(folder: Path) -> FolderFacts:
+    """Try what a folder can do. Files created for that are removed.
 
     Raises:
-        OSError: it is not a directory that can be looked into.
+        OSError: it is no directory, or cannot be read.
     """
     stats = os.statvfs(folder)
     free = stats.f_bavail * stats.f_frsize
@@ -75,7 +74,7 @@ def probe_folder(folder: Path) -> Folder:
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".fastserial-probe-") as file:
             fd = file.fileno()
-            return Folder(
+            return FolderFacts(
                 where,
                 None,
                 kind,
@@ -88,7 +87,7 @@ def probe_folder(folder: Path) -> Folder:
                 left,
             )
     except OSError as error:
-        return Folder(where, error.strerror or str(error), kind, device, free, leftovers=left)
+        return FolderFacts(where, error.strerror or str(error), kind, device, free, leftovers=left)
 
 
 def folder_problem(folder: Path) -> str | None:
@@ -109,7 +108,7 @@ def leftovers(folder: Path) -> tuple[str, ...]:
 
 
 def _abandoned(path: str) -> bool:
-    """Tell whether nobody holds the lock that the owner of a temporary file holds."""
+    """Return whether no process holds the lock of a temporary file's owner."""
     try:
         with Descriptors() as files:
             fd = files.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -123,7 +122,7 @@ def _abandoned(path: str) -> bool:
 
 
 def device_of(path: Path) -> Device:
-    """Return the device that holds a path; nameless where there is none (tmpfs, NFS, overlay)."""
+    """Return the device of a path; its name is empty if there is none (tmpfs, NFS, overlay)."""
     node = block_node(os.stat(path).st_dev)
     if node is None:
         return Device("", "", None, "")

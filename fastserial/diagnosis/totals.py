@@ -1,4 +1,4 @@
-"""`fastserial.summary()`: how many saves and loads this process made, and how many torch made.
+"""`fastserial.summary()`: the saves and loads of this process, and how many of them torch did.
 
 With `FASTSERIAL_SUMMARY=1` in the environment it is printed to standard error at exit.
 """
@@ -14,14 +14,14 @@ from fastserial.printable import printable
 from fastserial.reasons import Reason
 from fastserial.reports import LOADS, SAVES, Counts, format_bandwidth, format_bytes
 
-__all__ = ["Direction", "Summary", "Way", "print_summary", "summary"]
+__all__ = ["Cause", "Direction", "Summary", "print_summary", "summary"]
 
 _UNKNOWN = "not known"
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A reason, how many saves or loads had it, and what to do (None: not known)."""
+class Cause:
+    """A reason, the number of saves or loads with it, and what to do (None: not known)."""
 
     reason: str
     count: int
@@ -33,25 +33,27 @@ class Direction:
     """Saves, or loads.
 
     Attributes:
-        count: how many there were.
+        count: their number.
         by_torch: how many of them torch did itself.
         nbytes: bytes that fastserial moved.
         seconds: the time for these, also of saves in the background.
         why_torch: why torch did them itself.
-        why_slower: why fastserial did not do them in its fastest way.
+        why_slower: why fastserial did not do them as fast as it can.
     """
 
     count: int
     by_torch: int
     nbytes: int
     seconds: float
-    why_torch: tuple[Way, ...]
-    why_slower: tuple[Way, ...]
+    why_torch: tuple[Cause, ...]
+    why_slower: tuple[Cause, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """What `summary` returns; `str` of it is a table.
+
+        print(fastserial.summary().saves)
 
     Attributes:
         installed: whether torch runs fastserial's functions now.
@@ -74,15 +76,17 @@ class Summary:
         lines = [f"fastserial{_rank()}: {state}"]
         for name, one in (("saves", self.saves), ("loads", self.loads)):
             lines.append(_line(name, one))
-            lines += _ways("by torch itself", one.why_torch)
-            lines += _ways("not in the fastest way", one.why_slower)
+            lines += _causes("by torch itself", one.why_torch)
+            lines += _causes("slower than possible", one.why_slower)
         return "\n".join(map(printable, lines))
 
 
 def summary() -> Summary:
     """Return the counts of this process's saves and loads, and why torch did some of them itself.
 
-    print(fastserial.summary())
+        print(fastserial.summary())
+
+    `FASTSERIAL_SUMMARY=1` prints it when the interpreter exits.
     """
     found = status()
     return Summary(found.installed, found.reason, _direction(SAVES), _direction(LOADS))
@@ -101,15 +105,15 @@ def _direction(counts: Counts) -> Direction:
         counts.by_torch,
         counts.nbytes,
         counts.seconds,
-        _told(counts.reasons),
-        _told(counts.slower),
+        _causes_of(counts.reasons),
+        _causes_of(counts.slower),
     )
 
 
-def _told(reasons: dict[str | None, int]) -> tuple[Way, ...]:
+def _causes_of(reasons: dict[str | None, int]) -> tuple[Cause, ...]:
     ordered = sorted(dict(reasons).items(), key=lambda item: -item[1])
     return tuple(
-        Way(why or _UNKNOWN, count, why.remedy if isinstance(why, Reason) else None)
+        Cause(why or _UNKNOWN, count, why.remedy if isinstance(why, Reason) else None)
         for why, count in ordered
     )
 
@@ -125,11 +129,11 @@ def _line(name: str, one: Direction) -> str:
     return line
 
 
-def _ways(title: str, ways: tuple[Way, ...]) -> list[str]:
+def _causes(title: str, causes: tuple[Cause, ...]) -> list[str]:
     lines = []
-    for way in ways:
-        remedy = f" -> {way.remedy}" if way.remedy is not None else ""
-        lines.append(f"    {way.count} {title}: {way.reason}{remedy}")
+    for cause in causes:
+        remedy = f" -> {cause.remedy}" if cause.remedy is not None else ""
+        lines.append(f"    {cause.count} {title}: {cause.reason}{remedy}")
     return lines
 
 

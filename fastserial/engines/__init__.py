@@ -1,16 +1,32 @@
-"""I/O engines, and the choice among them.
+"""The interface of an I/O engine, and the choice of one.
 
-Third parties add one with the entry point group `fastserial.engines` (name = "module:Class").
+An engine moves aligned blocks between staging buffers and file descriptors. It knows nothing of
+containers or torch. Requests are submitted in batches and complete in any order:
+
+    pool = engine.allocate(queue_depth, block_size)
+    engine.open(pool.buffers, queue_depth)
+    engine.submit([Request(...), ...])
+    for completion in engine.wait(1): ...
+    engine.close()
+
+One engine object serves one file from one submitting thread. io_uring, libaio and cuFile fit behind
+the same calls: `allocate` pins buffers, `open` sets up rings or registers buffers, `submit` gives
+requests to the kernel, `wait` reaps completions.
+
+Other packages add an engine with the entry point group `fastserial.engines`
+(name = "module:Class").
 """
 
 from __future__ import annotations
 
+import abc
+import enum
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from typing import Any, ClassVar
 
-from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
 from fastserial.errors import EngineUnavailableError
 from fastserial.interrupts import finish
 from fastserial.memory.buffers import Buffer, BufferPool
@@ -33,6 +49,135 @@ __all__ = [
     "survey",
 ]
 
+
+class Op(enum.Enum):
+    """Direction of a request."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What engines differ in. All read and write, at any offset and of any length.
+
+    Attributes:
+        moves_data: the bytes reach the file (not those of `null`).
+        any_memory: moves bytes from and to any memory, and reads into several pieces of it
+            (`Request.pieces`); else only the buffers of its own `allocate`.
+        device_memory: requests may move device memory that does not pass through the host
+            (`Request.move`), several at once.
+    """
+
+    moves_data: bool = True
+    any_memory: bool = True
+    device_memory: bool = False
+
+
+@dataclass(slots=True)
+class Request:
+    """One transfer of `length` bytes at `offset` of the file behind descriptor `fd`.
+
+    Attributes:
+        prepare: fills the buffer before a write; called exactly once, on any thread. Requests are
+            prepared in the order of submission: one may wait for an earlier one, never for a later.
+        tag: the submitter's own; engines leave it alone.
+        times: seconds on `time.perf_counter`: queued, started, done (engines fill them in).
+        finish: called with the bytes moved once they are, before the completion is reported, on
+            any thread. An error in it ends the request.
+        pieces: where the bytes of a read go, one after the other, instead of the buffer; only for
+            engines with `any_memory`.
+        move: moves the bytes, instead of the engine, and returns how many; called with the
+            request, once, when it is prepared; only for engines with `device_memory`.
+    """
+
+    op: Op
+    fd: int
+    offset: int
+    length: int
+    buffer: Buffer
+    prepare: Callable[[Request], None] | None = None
+    tag: Any = None
+    times: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    finish: Callable[[Request, int], None] | None = None
+    pieces: Sequence[memoryview] | None = None
+    move: Callable[[Request], int] | None = None
+
+    @property
+    def view(self) -> memoryview:
+        """The part of the buffer that is transferred."""
+        return self.buffer.view[: self.length]
+
+    def rest(self, done: int) -> Sequence[memoryview]:
+        """Return the memory of what is not transferred, after `done` bytes."""
+        if self.pieces is None:
+            return [self.view[done:]]
+        if not done:
+            return self.pieces
+        found: list[memoryview] = []
+        for piece in self.pieces:
+            if done < len(piece):
+                found.append(piece[done:])
+            done = max(0, done - len(piece))
+        return found
+
+
+@dataclass(slots=True)
+class Completion:
+    """A finished request.
+
+    Attributes:
+        transferred: bytes moved. Fewer than `length` without an error means the end of the file in
+            a read, and a failure in a write: an engine continues after a short write.
+        error: what ended the request, or None.
+    """
+
+    request: Request
+    transferred: int
+    error: BaseException | None = None
+
+
+class Engine(abc.ABC):
+    """Moves blocks. See the module's text for the order of calls.
+
+    Attributes:
+        name: as it is registered; reports show it as `engine`.
+        capabilities: what it can do.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    def __init__(self, threads: int = 1) -> None:
+        """Make an engine; `threads` is a hint for engines that have threads of their own."""
+        self.threads = threads
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Return why the engine cannot run here and what to install, or None if it can."""
+        return None
+
+    def allocate(self, count: int, nbytes: int) -> BufferPool:
+        """Return up to `count` buffers of `nbytes` bytes each, in memory that suits this engine."""
+        return BufferPool(count, nbytes)
+
+    @abc.abstractmethod
+    def open(self, buffers: Sequence[Buffer], queue_depth: int) -> None:
+        """Prepare for up to `queue_depth` requests in flight, on these buffers."""
+
+    @abc.abstractmethod
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue a batch. Returns at once, or after preparing if the engine has no threads."""
+
+    @abc.abstractmethod
+    def wait(self, minimum: int) -> list[Completion]:
+        """Return finished requests, at least `minimum` unless fewer are in flight."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Drop requests that have not started, wait for the others, free resources. Idempotent."""
+
+
 _BUILTIN = {
     "threads": "fastserial.engines.threads:ThreadsEngine",
     "io_uring": "fastserial.engines.io_uring:IoUringEngine",
@@ -44,7 +189,7 @@ EngineFactory = Callable[[int], Engine]
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Whether an engine can run here: `missing` says what keeps it from it, or is None."""
+    """Whether an engine can run here: `missing` is what prevents it, or None."""
 
     name: str
     missing: str | None
@@ -59,7 +204,7 @@ def load(name: str) -> type[Engine]:
     """Return the class of an engine.
 
     Raises:
-        EngineUnavailableError: there is no such engine, or it cannot run here; says why.
+        EngineUnavailableError: there is no such engine, or it cannot run here; with the reason.
     """
     try:
         if name in _BUILTIN:
@@ -86,25 +231,25 @@ def load(name: str) -> type[Engine]:
 
 
 def capabilities_of(make: EngineFactory) -> Capabilities:
-    """Return what an engine can do, of what makes it: its class or a `partial` of it.
+    """Return the capabilities of what a factory makes: an engine's class or a `partial` of it.
 
-    Of other functions the usual is assumed.
+    For other functions the default capabilities are assumed.
     """
     found = getattr(getattr(make, "func", make), "capabilities", None)
     return found if isinstance(found, Capabilities) else Capabilities()
 
 
 def create(engine: str | EngineFactory, threads: int) -> Engine:
-    """Return a new engine, by name or from what makes one.
+    """Return a new engine, by name or from a factory.
 
     Raises:
-        EngineUnavailableError: it cannot run here; the message says why.
+        EngineUnavailableError: it cannot run here; with the reason.
     """
     return load(engine)(threads) if isinstance(engine, str) else engine(threads)
 
 
 def start(engine: Engine, count: int, nbytes: int, pool: BufferPool | None = None) -> BufferPool:
-    """Open a new engine on staging buffers, which are returned. If that fails, all is closed.
+    """Open a new engine on staging buffers and return them. If that fails, all are closed.
 
     Args:
         count, nbytes: up to so many buffers of so many bytes.

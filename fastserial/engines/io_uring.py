@@ -1,7 +1,7 @@
 """Engine `io_uring`: the kernel moves blocks while the submitting thread prepares the next ones.
 
 One thread and no package: two system calls and two mappings, as io_uring(7) and linux/io_uring.h
-have them, through `ctypes`, which lets go of the interpreter's lock during a call. Past the page
+describe them, through `ctypes`, which releases the interpreter's lock during a call. Past the page
 cache the device works while the thread copies and checksums; through the page cache the kernel's
 own workers copy, several reads at once.
 
@@ -10,13 +10,13 @@ The rings are memory that the kernel writes to as well. Plain loads and stores a
 - What is stored here (an entry, the submission ring's tail) the kernel reads in `io_uring_enter`,
   on the thread that stored it: no thread of the kernel polls the ring (IORING_SETUP_SQPOLL).
 - What the kernel stores (completions) is read only after `io_uring_enter` on this thread waited for
-  one and found it there. The return from the kernel comes before what follows it, on arm64 as on
-  x86-64. The completion ring's tail, which may move at any time, is never looked at.
+  one and found it there. A return from the kernel is ordered before what follows it, on arm64 as
+  on x86-64. The completion ring's tail, which may move at any time, is never looked at.
 - The memory of an entry or a completion is used again only after another `io_uring_enter`, because
   no more requests are in flight than a ring has entries.
 
-How many are in flight is the difference of two counters in that memory, not a count kept here: so
-`close` waits for all that the kernel has, wherever an interrupt came.
+The number in flight is the difference of two counters in that memory, not a count kept here: so
+`close` waits for all requests that the kernel has, even after an interrupt.
 
 Registered buffers (IORING_REGISTER_BUFFERS) are not used: on huge pages they saved 0.002 of 0.08
 CPU seconds for each GB saved, and count as locked memory (`ulimit -l`).
@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import ClassVar
 
-from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
+from fastserial.engines import Capabilities, Completion, Engine, Op, Request
 from fastserial.engines.threads import completed
 from fastserial.memory.buffers import Buffer
 
@@ -52,7 +52,7 @@ _ASYNC = 1 << 4  # of an entry: one of the kernel's workers takes it, at once
 # One mapping holds both rings; no completion is dropped; what an entry refers to is read when it is
 # submitted; the kernel's workers are threads of this process, with its limits (Linux 5.12).
 _FEATURES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 9
-# Words of struct io_uring_params; the heads and what follows them are places in the mapping.
+# Words of struct io_uring_params; the heads and what follows them are offsets in the mapping.
 _PARAMS_WORDS = 30
 _ENTRIES_AT, _COMPLETIONS_AT, _FLAGS_AT, _FEATURES_AT = 0, 1, 2, 5
 _HEAD_AT, _TAIL_AT, _INDEXES_AT = 10, 11, 16  # of the submission ring
@@ -75,7 +75,7 @@ def _error() -> OSError:
     return OSError(number, os.strerror(number))
 
 
-class _Ring:
+class _IoRing:
     """A submission and a completion ring, shared with the kernel. One thread at a time uses it."""
 
     def __init__(self, entries: int) -> None:
@@ -118,7 +118,7 @@ class _Ring:
     ) -> bool:
         """Give a request to the kernel; False: it does not take it now.
 
-        The arguments are fields of struct io_uring_sqe; `key` comes back with the completion.
+        The arguments are fields of struct io_uring_sqe; `key` is returned with the completion.
         """
         head = self._words[self._head]  # the kernel took all before this one
         at = (head & self._entry_mask) * _ENTRY.size
@@ -156,7 +156,7 @@ class _Ring:
 def _missing() -> str | None:
     """Return why this process cannot use io_uring, or None; found by a request of no effect."""
     try:
-        ring = _Ring(1)
+        ring = _IoRing(1)
         try:
             if not ring.submit(_NOP, 0, -1, 0, 0, 0, 1):
                 raise _error()
@@ -176,7 +176,8 @@ def _missing() -> str | None:
 class IoUringEngine(Engine):
     """Blocks that the kernel moves, several at a time.
 
-    What it does not take or does not move as a whole, the submitting thread does by plain calls.
+    What the kernel does not take, or does not move as a whole, the submitting thread moves by plain
+    calls.
     """
 
     name: ClassVar[str] = "io_uring"
@@ -186,10 +187,10 @@ class IoUringEngine(Engine):
         """Make an engine; it has no use for `threads`."""
         super().__init__(threads)
         self._pid = os.getpid()
-        self._ring: _Ring | None = None
+        self._ring: _IoRing | None = None
         self._most_writes = 1
-        self._ready: deque[Request] = deque()  # prepared, not with the kernel yet
-        # with the kernel, by key; what is there stays as it is until the kernel is done with it
+        self._ready: deque[Request] = deque()  # prepared, not submitted to the kernel yet
+        # in the kernel, by key; they must not change until the kernel is done
         self._under_way: dict[int, tuple[Request, object]] = {}
         self._done: list[Completion] = []
 
@@ -198,11 +199,11 @@ class IoUringEngine(Engine):
         return _missing()
 
     def open(self, buffers: Sequence[Buffer], queue_depth: int) -> None:
-        # A device may end all it has at once; a block that is ready goes to it before the next one
-        # is prepared (4.5 GB/s instead of 4.2, on a virtual disk).
+        # A device may complete all requests at once; a block that is ready is submitted before the
+        # next one is prepared (4.5 GB/s instead of 4.2, on a virtual disk).
         self._most_writes = max(1, queue_depth - 1)
         try:
-            self._ring = _Ring(queue_depth)
+            self._ring = _IoRing(queue_depth)
         except OSError:  # no memory or no descriptor is left
             self._ring = None
 
@@ -219,7 +220,7 @@ class IoUringEngine(Engine):
                 self._start()
 
     def _start(self) -> None:
-        """Give the kernel what is ready, as far as it may have more."""
+        """Submit ready requests to the kernel, as far as it may have more."""
         ring = self._ring
         while self._ready:
             request = self._ready[0]
@@ -237,7 +238,7 @@ class IoUringEngine(Engine):
                 if not taken:
                     self._done.append(completed(request, 0))
 
-    def _give(self, ring: _Ring, request: Request) -> bool:
+    def _give(self, ring: _IoRing, request: Request) -> bool:
         """Give a request to the kernel; return whether it took it.
 
         Raises:
@@ -255,7 +256,7 @@ class IoUringEngine(Engine):
         for index, vector in enumerate(vectors):
             _VECTOR.pack_into(memory, index * _VECTOR.size, *vector)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        # To copy from or to the page cache is work for other processors.
+        # Copies from or to the page cache are made on other processors.
         direct = fcntl.fcntl(request.fd, fcntl.F_GETFL) & os.O_DIRECT
         key = id(request)
         self._under_way[key] = request, memory
@@ -277,7 +278,7 @@ class IoUringEngine(Engine):
         while ring is not None and len(self._done) < minimum and self._under_way:
             key, result = ring.reap()
             request, _ = self._under_way.pop(key)
-            self._start()  # before this one's bytes are used
+            self._start()  # before the bytes of this one are used
             if result < 0 and -result not in _NOT_FINAL:
                 error = OSError(-result, os.strerror(-result))
                 self._done.append(Completion(request, 0, error))
@@ -299,4 +300,4 @@ class IoUringEngine(Engine):
         self._done.clear()
 
     def __del__(self) -> None:
-        self.close()  # the kernel may be using memory that goes with this
+        self.close()  # the kernel may be using memory that is freed with this

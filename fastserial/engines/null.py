@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import ClassVar
 
-from fastserial.engines.base import Capabilities, Completion, Engine, Request
+from fastserial.engines import Capabilities, Completion, Engine, Request
 from fastserial.memory.buffers import Buffer
 
 __all__ = ["NullEngine"]

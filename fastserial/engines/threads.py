@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from fastserial import trace
 from fastserial.config.performance import FEW_CORES
-from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
+from fastserial.engines import Capabilities, Completion, Engine, Op, Request
 from fastserial.errors import EngineError
 from fastserial.files.linux import preadv
 from fastserial.interrupts import Background, finish
@@ -26,7 +26,7 @@ __all__ = ["ThreadsEngine", "completed", "transfer"]
 def transfer(request: Request, done: int = 0) -> int:
     """Move a request's bytes with plain system calls and return how many are moved.
 
-    The first `done` bytes are moved already. Goes on after a short transfer; a read ends early
+    The first `done` bytes are moved already. Continues after a short transfer; a read ends early
     only at the end of the file.
 
     Raises:
@@ -44,7 +44,7 @@ def transfer(request: Request, done: int = 0) -> int:
 
 
 def completed(request: Request, done: int) -> Completion:
-    """End a request of which `done` bytes are moved: what is left goes by plain calls."""
+    """End a request of which `done` bytes are moved: plain calls move the rest."""
     try:
         moved = transfer(request, done)
         request.times[2] = perf_counter()
@@ -58,17 +58,17 @@ def completed(request: Request, done: int) -> Completion:
 class ThreadsEngine(Engine):
     """A few threads that read and write blocks; the submitting thread where none can be started.
 
-    Who prepares a block to be written depends on the machine. With few cores it is the submitting
+    Which thread prepares a block depends on the machine. With few cores it is the submitting
     thread, while the others wait for the device: two copies at a time would take the cores that
     kernel and device need (on 2 cores that cost 15 to 30 % of the speed of a save). With more
-    cores each thread prepares what it then writes.
+    cores each thread prepares the blocks that it writes.
     """
 
     name: ClassVar[str] = "threads"
     capabilities: ClassVar[Capabilities] = Capabilities(device_memory=True)
 
     def __init__(self, threads: int = 4, prepare_here: bool | None = None) -> None:
-        """Take `threads` threads, 0: the submitting one does all; `prepare_here`: it prepares."""
+        """Use `threads` threads, 0: the submitting one only; `prepare_here`: that one prepares."""
         super().__init__(threads)
         if prepare_here is None:
             prepare_here = len(os.sched_getaffinity(0)) <= FEW_CORES
@@ -96,7 +96,7 @@ class ThreadsEngine(Engine):
                 break
 
     def submit(self, requests: Sequence[Request]) -> None:
-        alone = sys.is_finalizing()  # threads have stopped for good, wherever they were
+        alone = sys.is_finalizing()  # the other threads have stopped for good
         if requests and not self._workers and not alone:
             self._start(requests[0].op)
         for request in requests:
@@ -107,7 +107,7 @@ class ThreadsEngine(Engine):
                 self._done.put(Completion(request, 0, error))
             elif self._workers and not alone:
                 self._work.put(request)
-            else:  # slower, but stock needs no thread to save either
+            else:  # slower, but stock torch needs no thread either
                 self._done.put(self._serve(request))
 
     def _prepared(self, request: Request) -> Exception | None:
@@ -133,7 +133,7 @@ class ThreadsEngine(Engine):
         return finished
 
     def _take_over(self) -> None:
-        """Serve what no worker took before the interpreter began to shut down."""
+        """Serve the requests that no worker took before the interpreter began to shut down."""
         with contextlib.suppress(queue.Empty):
             while True:
                 request = self._work.get_nowait()
@@ -147,7 +147,7 @@ class ThreadsEngine(Engine):
         finish(self._stop, self._workers.join, self._forget)
 
     def _forget(self) -> None:
-        self._done = queue.SimpleQueue()  # what is in it refers to those who refer to this
+        self._done = queue.SimpleQueue()  # its completions refer to objects that refer to this one
 
     def _stop(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -167,7 +167,7 @@ class ThreadsEngine(Engine):
             if request.finish is not None:
                 request.finish(request, moved)
             return Completion(request, moved)
-        except BaseException as error:  # handed to the submitting thread
+        except BaseException as error:  # passed to the submitting thread
             return Completion(request, 0, error)
 
 
@@ -178,13 +178,13 @@ _Work = queue.SimpleQueue[object]
 def _run(
     work: _Work, serve: Callable[[Request], Completion], gone: weakref.ref[ThreadsEngine]
 ) -> None:
-    """Serve requests until there is something else in the queue, and leave that to the others.
+    """Serve requests until something else is in the queue, and put that back for the other workers.
 
-    It is put there by `gone`, once no reference to the engine is left: nor may what is held here.
+    `gone` puts it there once no reference to the engine is left; so this function holds none.
     """
     while isinstance(request := work.get(), Request):
         _hand_over(serve(request), gone)
-        request = None  # while it waits for the next, this one's memory may go
+        request = None  # while waiting for the next, do not keep this one's memory
     work.put(request)
 
 

@@ -1,1 +1,1 @@
-"""Paths and descriptors: targets, atomic replacement, direct I/O, page cache, device identity."""
+"""Paths and descriptors: targets, atomic replacement, direct I/O, page cache, what Linux knows."""

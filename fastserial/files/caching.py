@@ -1,20 +1,19 @@
-"""What goes through the page cache, and what past it.
+"""Which bytes go through the page cache, and which directly to the disk.
 
-A node is to read a byte from its disk no more often than it would with stock torch: several
-processes that load one file share what any of them reads, and so do a second load and a load after
-a save. Direct I/O gives that up. So
+A node should read a byte from its disk no more often than with stock torch: several processes that
+load one file share what each of them reads, and a second load, or a load after a save, finds it in
+memory. Direct I/O loses that. So
 
 - loads read through the page cache any file it has room for;
-- saves write through it on a device that is slower than the page cache, where that costs no time,
-  since it is waited for either way, and directly on a faster one.
+- saves write through it to a device that is slower than the page cache, where that costs no time
+  because the device is waited for in any case, and directly to a faster one.
 
-The first large save to a device finds out which it is: its first `TRIAL` bytes go through the page
-cache, and how long the device takes to get them is timed. No answer is for ever (`FAST_FOR`,
-`SLOW_FOR`); that a device is fast holds on as long as direct saves to it are.
+The first large save to a device measures it: the first `TRIAL` bytes go through the page cache, and
+the time that the device takes for them is measured. A result expires (`FAST_FOR`, `SLOW_FOR`);
+fast direct saves renew it.
 
-What is in the cache, `cachestat(2)` tells (Linux 6.5), which counts the pages of a range. Where it
-is missing or not allowed, a few bytes are asked for with `RWF_NOWAIT`, which fails where a read
-would have to wait for the disk.
+`cachestat(2)` (Linux 6.5) counts the pages of a range that are in the cache. Where it is missing or
+forbidden, a few bytes are read with `RWF_NOWAIT`, which fails where a read would wait for the disk.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import NamedTuple
 
 from fastserial.config import Config
 from fastserial.config.performance import ALWAYS_FITS, FAST_DEVICE, FAST_FOR, SLOW_FOR, TRIAL
-from fastserial.files.meminfo import available_bytes
+from fastserial.files.linux import available_bytes
 
 __all__ = [
     "Timing",
@@ -66,11 +65,11 @@ _CACHESTAT = 451  # the same on every architecture
 _PROBES = 4
 
 
-class _Range(ctypes.Structure):
+class _CachestatRange(ctypes.Structure):
     _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
 
 
-class _Counts(ctypes.Structure):
+class _CachestatCounts(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_uint64)
         for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
@@ -78,13 +77,13 @@ class _Counts(ctypes.Structure):
 
 
 def cached_bytes(fd: int, offset: int, length: int) -> int | None:
-    """Return how many bytes of a file's range are in the page cache, None if the kernel won't tell.
+    """Return how many bytes of a file's range are in the page cache, None if it is unknown.
 
     Whole pages are counted, so the result may exceed `length` by almost two of them. Huge pages of
     tmpfs and hugetlbfs count as well.
     """
-    counts = _Counts()
-    wanted = _Range(offset, length)
+    counts = _CachestatCounts()
+    wanted = _CachestatRange(offset, length)
     if _libc.syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(counts), 0) != 0:
         return None
     return int(counts.cached) * PAGESIZE
@@ -93,7 +92,7 @@ def cached_bytes(fd: int, offset: int, length: int) -> int | None:
 def cached_fraction(fd: int, offset: int, length: int) -> float | None:
     """Return the part of a file's range that is in the page cache, 0.0 to 1.0.
 
-    Without `cachestat` it is an estimate from a few bytes; None: the system does not tell.
+    Without `cachestat` it is an estimate from a few bytes; None: it is unknown.
     """
     if length <= 0:
         return None
@@ -126,26 +125,26 @@ _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP, errno.E
 _sync_file_range = getattr(_libc, "sync_file_range", None)
 
 
-class _Verdict(NamedTuple):
+class _DeviceSpeed(NamedTuple):
     """Whether a device was fast, and when that was (`perf_counter()`)."""
 
     fast: bool
     at: float
 
 
-_verdicts: dict[int, _Verdict] = {}  # by the number of the device
+_speeds: dict[int, _DeviceSpeed] = {}  # by the number of the device
 
 
 def is_fast(fd: int) -> bool | None:
     """Return whether the device of an open file is fast, None if that is to be measured."""
-    found = _verdicts.get(os.fstat(fd).st_dev)
+    found = _speeds.get(os.fstat(fd).st_dev)
     if found is None or perf_counter() - found.at > (FAST_FOR if found.fast else SLOW_FOR):
         return None
     return found.fast
 
 
 def begin_writeback(fd: int, offset: int, length: int) -> None:
-    """Let the device begin with a range that is in the page cache.
+    """Start to write a range that is in the page cache to the device.
 
     Raises:
         OSError: the device failed.
@@ -192,19 +191,19 @@ class Timing:
         waited = not os.major(device) or fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DSYNC
         ended = perf_counter()
         fast = self._nbytes > (ended - (self._began if waited else began)) * FAST_DEVICE
-        _verdicts[device] = _Verdict(fast, ended)
+        _speeds[device] = _DeviceSpeed(fast, ended)
         return fast
 
     def confirm(self) -> None:
         """Keep that the device is fast if it was for all of a large file, written directly.
 
-        A file that took long says nothing: its bytes may have been late.
+        A file that took long proves nothing: its bytes may have come late.
         """
         device, now = os.fstat(self._fd).st_dev, perf_counter()
-        known = _verdicts.get(device)
+        known = _speeds.get(device)
         enough = self._nbytes >= max(2 * TRIAL, (now - self._began) * FAST_DEVICE)
         if known is not None and known.fast and enough:
-            _verdicts[device] = _Verdict(True, now)
+            _speeds[device] = _DeviceSpeed(True, now)
 
 
 def _sync(fd: int, offset: int, length: int, flags: int) -> bool:

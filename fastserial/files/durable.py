@@ -1,4 +1,4 @@
-"""Small text files and folders, made durable: what marks a checkpoint as there for others."""
+"""Small text files and folders, written durably: they mark a checkpoint as complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastserial.interrupts import Descriptors
 
 __all__ = ["replace_bytes", "replace_text", "sync_folders"]
 
-# Some file systems cannot sync a directory; their metadata is synchronous or promised by nothing.
+# Some file systems cannot sync a directory; their metadata is synchronous, or without a guarantee.
 _CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPERM)
 
 
@@ -67,7 +67,7 @@ def _overwrite(path: str, data: bytes, durable: bool) -> None:
                 linux.synced(fd)
             files.close_newest()
     except BaseException:
-        if is_new:  # a part of it would be taken for the whole
+        if is_new:  # a part of it would be taken for the whole file
             with contextlib.suppress(OSError):
                 os.unlink(path)
         raise

@@ -1,8 +1,10 @@
-"""The few Linux calls Python has no function for, and what a file system takes.
+"""What Linux knows of files, devices and memory, and calls that Python has no function for.
 
-Facts used: `statx(STATX_DIOALIGN)` (Linux 6.1) gives the alignment direct I/O needs;
+Facts used: `statx(STATX_DIOALIGN)` (Linux 6.1) gives the alignment that direct I/O needs.
 `fallocate(2)` fails where the file system cannot reserve space, unlike `posix_fallocate`, which
-then writes zeros to every block.
+then writes zeros to every block. btrfs compresses neither what is written directly nor what was
+reserved before, and reserves the full size; ZFS and bcachefs compress by settings that no mount
+option need show.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ import errno
 import fcntl
 import os
 import struct
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from fastserial import trace
+from fastserial.config import Config
 from fastserial.config.performance import PAGE
+from fastserial.files import linux
 from fastserial.interrupts import Descriptors
 from fastserial.reasons import SEE_DOCTOR, Reason
 
@@ -27,7 +31,11 @@ __all__ = [
     "PROC",
     "DirectAlignment",
     "DirectFile",
+    "available_bytes",
+    "block_node",
+    "compresses",
     "direct_alignment",
+    "first_line",
     "free_bytes",
     "is_append_only",
     "is_compressed",
@@ -37,16 +45,18 @@ __all__ = [
     "is_read_only",
     "kind_of",
     "magic_of",
+    "meminfo",
     "mount_of",
     "mounted_as",
     "open_direct",
     "preadv",
     "preallocate",
     "reopen",
+    "reserve",
     "synced",
 ]
 
-PROC = 0x9FA0  # what `magic_of` says of procfs
+PROC = 0x9FA0  # `magic_of` of procfs
 
 NO_PROC = Reason(
     "/proc is not mounted, and a file cannot be opened anew for direct I/O", "mount /proc"
@@ -63,14 +73,14 @@ _STATX_MNT_ID_UNIQUE = 0x4000  # never used again: since 6.8
 _STATX_BYTES = 256
 _ATTRIBUTES = struct.Struct("<8xQ40xQ")  # the attributes, and which of them are known
 _MASK, _MOUNT, _ALIGNMENTS = struct.Struct("=I"), struct.Struct("=144xQ"), struct.Struct("=152xII")
-_STATFS_BYTES = 256  # more than any machine's `struct statfs`, which begins with the type
+_StatFs = ctypes.c_long * 32  # more than any machine's `struct statfs`, which begins with the type
 _INTERRUPTIONS = 8  # how often reserving space is started over
 _LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length, process
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _statx = getattr(_libc, "statx", None)
 _statfs = _libc.statfs
-_statfs.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+_statfs.argtypes = (ctypes.c_char_p, _StatFs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,7 @@ class DirectAlignment:
 
 
 def _statx_of(fd: int, path: bytes, flags: int, mask: int) -> ctypes.Array[ctypes.c_char] | None:
-    """Return what `statx` tells (`struct statx`), None if it fails or is not there."""
+    """Return the result of `statx` (`struct statx`), None if it fails or is missing."""
     if _statx is None:
         return None
     buffer = (ctypes.c_char * _STATX_BYTES)()
@@ -91,7 +101,7 @@ def _statx_of(fd: int, path: bytes, flags: int, mask: int) -> ctypes.Array[ctype
 
 
 def direct_alignment(fd: int) -> DirectAlignment | None:
-    """Return the alignment direct I/O needs on an open file; None: the kernel says it has none."""
+    """Return the alignment direct I/O needs on an open file; None: there is no direct I/O."""
     found = _statx_of(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN)
     if found is not None and _MASK.unpack_from(found)[0] & _STATX_DIOALIGN:
         memory, offset = _ALIGNMENTS.unpack_from(found)
@@ -113,15 +123,12 @@ def magic_of(path: str) -> int:
 
     0 if that is unknown.
     """
-    buffer = ctypes.create_string_buffer(_STATFS_BYTES)
-    if _statfs(os.fsencode(path), buffer) != 0:
-        return 0
-    word = buffer.raw[: ctypes.sizeof(ctypes.c_long)]
-    return int.from_bytes(word, sys.byteorder) & 0xFFFFFFFF
+    words = _StatFs()
+    return words[0] & 0xFFFFFFFF if _statfs(os.fsencode(path), words) == 0 else 0
 
 
 def mount_of(path: str) -> int:
-    """Return the number of the mount that holds `path`, 0 if the kernel does not tell."""
+    """Return the number of the mount that holds `path`, 0 if the kernel does not report it."""
     found = _statx_of(_AT_FDCWD, os.fsencode(path), 0, _STATX_MNT_ID | _STATX_MNT_ID_UNIQUE)
     return int(_MOUNT.unpack_from(found)[0]) if found is not None else 0
 
@@ -136,7 +143,7 @@ def is_out_of_inodes(place: int | str) -> bool:
 
 
 def is_locked(fd: int) -> bool:
-    """Return whether somebody holds a POSIX lock (`fcntl.lockf`) on a file, this process included.
+    """Return whether a process holds a POSIX lock (`fcntl.lockf`) on a file, this one included.
 
     A process loses its own as soon as it closes any descriptor of the file.
     """
@@ -152,7 +159,7 @@ def is_locked(fd: int) -> bool:
 def preallocate(fd: int, offset: int, length: int) -> bool:
     """Reserve space for `length` bytes at `offset`; the file grows to hold them.
 
-    Returns False where the file system cannot, or where signals come faster than it can: some
+    Returns False where the file system cannot, or where signals are too frequent: some file systems
     start over after each.
 
     Raises:
@@ -205,7 +212,7 @@ def free_bytes(place: int | str) -> int:
     """Return the bytes an unprivileged user can still write to the file system of a path or fd.
 
     Raises:
-        OSError: the place is gone.
+        OSError: it does not exist any more.
     """
     stats = os.statvfs(place)
     return stats.f_bavail * stats.f_frsize
@@ -243,7 +250,7 @@ def is_mount_point(path: str, parent_device: int) -> bool:
 
     Args:
         path: of a file, no symbolic link.
-        parent_device: `st_dev` of its directory, for kernels that do not tell (before 5.8). On
+        parent_device: `st_dev` of its directory, for kernels that do not report it (before 5.8). On
             overlayfs the devices of file and directory may differ without any mount.
     """
     found = _statx_of(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, 0)
@@ -283,7 +290,7 @@ def kind_of(path: str) -> str:
 
 
 class DirectFile(NamedTuple):
-    """What became of it.
+    """The result of `open_direct`.
 
     Attributes:
         fd: the descriptor for direct I/O, -1 if there is none.
@@ -320,3 +327,133 @@ def open_direct(fd: int, flags: int, block_size: int, files: Descriptors) -> Dir
     except OSError as error:
         why = Reason(f"direct I/O refused: {error.strerror}", SEE_DOCTOR)
         return DirectFile(-1, alignment, why)
+
+
+_FS_IOC_GETFLAGS = 0x80086601 if struct.calcsize("P") == 8 else 0x80046601
+_FS_NOCOW_FL = 0x800000  # chattr +C: overwritten in place, thus never compressed
+
+
+def reserve(fd: int, offset: int, nbytes: int, config: Config) -> None:
+    """Reserve the space of a new file, if options and file system are for it.
+
+    Args:
+        fd: of the file.
+        offset, nbytes: which bytes are going to be written.
+        config: the options.
+
+    Raises:
+        OSError: there is not enough space.
+    """
+    wanted = config.preallocate and nbytes > config.small_file
+    if wanted and (config.direct is True or not compresses(fd)):
+        linux.preallocate(fd, offset, nbytes)
+
+
+def compresses(fd: int) -> bool:
+    """Return whether an open file is compressed, as far as that is known."""
+    if linux.is_compressed(fd):
+        return True
+    if os.major(os.fstat(fd).st_dev):  # a block device; those below have none
+        return False
+    try:
+        kind, options = linux.mounted_as(fd)
+    except (OSError, ValueError):  # no /proc
+        return False
+    if kind in ("zfs", "bcachefs"):
+        return True
+    given = {options.get("compress", "none"), options.get("compress-force", "none")}
+    return kind == "btrfs" and given != {"none"} and not _is_overwritten_in_place(fd)
+
+
+def _is_overwritten_in_place(fd: int) -> bool:
+    try:
+        flags = fcntl.ioctl(fd, _FS_IOC_GETFLAGS, bytes(8))
+    except OSError:
+        return False
+    return bool(int.from_bytes(flags[:4], "little") & _FS_NOCOW_FL)
+
+
+_MEMINFO = "/proc/meminfo"
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT = 1 << 62  # bytes; version 1 reports the largest multiple of a page
+# The limit, what is used, and what of that is page cache: of version 2, and of version 1.
+_UNIFIED = ("memory.max", "memory.current", ("active_file", "inactive_file"))
+_LEGACY = (
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+)
+
+
+def meminfo() -> dict[str, int]:
+    """Return the fields of /proc/meminfo in bytes; nothing where there is no such file."""
+    try:
+        with open(_MEMINFO, encoding="ascii") as lines:
+            found = [line.split() for line in lines]
+    except OSError:
+        return {}
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in found if words[-1] == "kB"}
+
+
+def available_bytes() -> int | None:
+    """Return how much memory programs and page cache can still take, None if unknown.
+
+    What the page cache holds counts as available, as the kernel gives it up for others.
+    """
+    known = [meminfo().get("MemAvailable"), *_group_rooms()]
+    return min((nbytes for nbytes in known if nbytes is not None), default=None)
+
+
+def _group_rooms() -> Iterator[int | None]:
+    """Yield what is left in each control group around this process that has a limit."""
+    try:
+        lines = _OWN_CGROUP.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            base, names = _CGROUPS, _UNIFIED
+        elif "memory" in controllers.split(","):
+            base, names = _CGROUPS / "memory", _LEGACY
+        else:
+            continue
+        # In a container the path may be the host's: what is not there is passed over.
+        inner = base / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            yield _group_room(folder, *names)
+            if folder == base:
+                break
+
+
+def _group_room(folder: Path, limit: str, usage: str, cache: tuple[str, ...]) -> int | None:
+    try:
+        most = int((folder / limit).read_bytes())  # `max` is no number: no limit
+        if most >= _NO_LIMIT:
+            return None
+        used = int((folder / usage).read_bytes())
+        fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return most - used + sum(int(fields.get(name, 0)) for name in cache)
+    except (OSError, ValueError):
+        return None
+
+
+_BLOCK_DEVICES = Path("/sys/dev/block")
+
+
+def block_node(number: int) -> Path | None:
+    """Return the folder in sysfs of a block device; None for what is on none (tmpfs, NFS)."""
+    link = _BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}"
+    try:
+        return link.resolve(strict=True)
+    except OSError:
+        return None
+
+
+def first_line(path: Path) -> str:
+    """Return the text of a file in sysfs, empty where there is none."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

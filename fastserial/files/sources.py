@@ -1,4 +1,4 @@
-"""What a load reads from, and whether it is still what it was; what only torch can read."""
+"""The file that a load reads, whether it has changed since, and which files only torch can read."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class FileSource(NamedTuple):
         name: its path, or what the file object calls itself.
         file: the Python file that torch reads from.
         fd: its descriptor.
-        start: where it stood when it was handed over (bytes).
+        start: its position when it was passed to us (bytes).
         size: bytes of the file.
-        stamp: what it was like then.
+        stamp: its state then.
     """
 
     name: str
@@ -32,15 +32,15 @@ class FileSource(NamedTuple):
     stamp: FileStamp
 
     def is_unchanged(self) -> bool:
-        """Tell whether the file was not written to since it was handed over, as far as is known."""
+        """Return whether the file was not written to since then, as far as is known."""
         return self.stamp.holds_for(self.fd)
 
 
 def file_source(file: Any, small: int) -> FileSource | None:
     """Return a file object as a source if its descriptor shows what its `read` would give.
 
-    Of files of more than `small` bytes the ends are noted, to tell
-    later whether they changed.
+    Of files of more than `small` bytes the ends are recorded, to find out later whether they
+    changed.
     """
     raw = plain_file(file, (io.BufferedReader, io.BufferedRandom), _METHODS)
     if raw is None:
@@ -63,8 +63,8 @@ def plain_file(file: Any, kinds: tuple[type, ...], methods: frozenset[str]) -> A
     """Return the plain Python file that a file object is, or None if it may be something else.
 
     Args:
-        file: subclasses and wrappers may change the bytes; of these, only what fsspec's local file
-            system hands out is known.
+        file: subclasses and wrappers may change the bytes; of these, only
+            the files of fsspec's local file system are known.
         kinds: what is accepted in addition to `io.FileIO`.
         methods: names of those that must not have been replaced.
     """
@@ -89,12 +89,12 @@ _END_BYTES = 4096
 
 
 class FileStamp(NamedTuple):
-    """What a file was like: device and inode, bytes, time (ns), its first and last bytes.
+    """The state of a file: device and inode, bytes, time (ns), its first and last bytes.
 
-    A time alone proves nothing: keepers of scratch folders touch files, and some FUSE file systems
-    tell the time of the question. A checkpoint that was written over differs in its first or last
-    bytes: a zip's end holds the CRC-32 of an id made from all of its records' CRCs. `ends` is empty
-    where nothing but the size is to be compared.
+    A time alone proves nothing: programs that keep scratch folders alive touch files, and some FUSE
+    file systems report the current time. A checkpoint that was overwritten differs in its first or
+    last bytes: a zip's end holds the CRC-32 of an id made from all of its records' CRCs. `ends` is
+    empty where only the size is to be compared.
     """
 
     place: tuple[int, int]
@@ -103,7 +103,7 @@ class FileStamp(NamedTuple):
     ends: tuple[bytes, ...] = ()
 
     def holds_for(self, fd: int) -> bool:
-        """Tell whether a file has not changed since, as far as is known."""
+        """Return whether a file has not changed since, as far as is known."""
         found = os.fstat(fd)
         if ((found.st_dev, found.st_ino), found.st_size) != (self.place, self.size):
             return False
@@ -116,7 +116,7 @@ class FileStamp(NamedTuple):
 
 
 def stamp(fd: int, found: os.stat_result | None = None, ends: bool = True) -> FileStamp:
-    """Return what an open file is like now.
+    """Return the current state of an open file.
 
     Args:
         fd: its descriptor; positions are not used.

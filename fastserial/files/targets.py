@@ -1,4 +1,11 @@
-"""Whether a new file can take a path's place; where none can, torch writes the file itself."""
+"""Whether a new file can replace the one at a path, and the attributes that it takes over.
+
+Where no new file can, torch writes the file itself.
+
+The attributes are owner, group, mode, ACL and extended attributes. Nobody who could not read the
+old file can read the new one, not even for a moment: it is created with no more permissions, and
+the ACL, which widens them, is set after the owner.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +14,8 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, NoReturn
 
 from fastserial.config.performance import PAGE
 from fastserial.errors import REMEDIES, WriteError, write_error
@@ -16,7 +23,17 @@ from fastserial.files import linux
 from fastserial.interrupts import OWN, Descriptors
 from fastserial.reasons import A_FILE, ANOTHER_OWNER, RENAMES, Reason
 
-__all__ = ["PathTarget", "StockWay", "is_held", "path_target", "why_incapable"]
+__all__ = [
+    "Attributes",
+    "CannotReplace",
+    "PathTarget",
+    "StockWay",
+    "attributes_of",
+    "give",
+    "is_held",
+    "path_target",
+    "why_incapable",
+]
 
 _MAX_LINKS = 40  # as the kernel's own limit
 _MOST_WITHOUT_PROC = 1024  # descriptors
@@ -28,7 +45,7 @@ _CAPABLE = frozenset(
         0xCA451A4E, 0x858458F6, 0x6969, 0x00C36400, 0x0BD00BD0, 0x47504653, 0x19830326,
     }
 )  # fmt: skip
-# These tell of the moment, not of the file system.
+# Errors of the moment, not of the file system.
 _PASSING = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENAMETOOLONG,
     errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ENOTCONN, errno.EIO,
@@ -38,12 +55,12 @@ _known: dict[tuple[int, int], Reason | None] = {}  # by device and mount
 
 
 class PathTarget(NamedTuple):
-    """A path at which a new file takes the place of what is there.
+    """A path whose file is created or replaced.
 
     Attributes:
         name: the path as the user gave it.
-        path: where the file is or will be, symbolic links followed (unless the link itself is to
-            be replaced); relative if `name` is.
+        path: of the file, symbolic links followed (unless the link itself is to be replaced);
+            relative if `name` is.
         there: status of the regular file, or of the link, that is to be replaced; None if there
             is none.
     """
@@ -59,7 +76,7 @@ class PathTarget(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        """What an error has left at the path."""
+        """What an error leaves at the path."""
         return "no file was made" if self.there is None else "the previous file is intact"
 
 
@@ -75,7 +92,7 @@ _HELD = Reason("this process has the file open or locked", "close the file befor
 
 
 class StockWay(NamedTuple):
-    """Only torch's own code may write this target; `reason` says why."""
+    """Only torch's own code may write this target, for `reason`."""
 
     reason: Reason
 
@@ -86,8 +103,8 @@ def _follow(name: str) -> tuple[str, os.stat_result | None] | None:
     Returns None if the chain leads through /proc, to a descriptor.
 
     Raises:
-        OSError: a directory on the way is missing or not ours to search, or the kernel does not
-            follow these links for us (`nosymfollow`, `fs.protected_symlinks`).
+        OSError: a directory of the path is missing or not searchable for us, or the kernel does
+            not follow these links for us (`nosymfollow`, `fs.protected_symlinks`).
     """
     path = name
     found = _status(path, follow=False)
@@ -165,13 +182,13 @@ def path_target(name: str | bytes, replace_link: bool = False) -> PathTarget | S
 
 
 def _why_kept(path: str, there: os.stat_result, parent: os.stat_result) -> Reason | None:
-    """Return why no new file may take the place of a file that we may write, None if one may."""
+    """Return why no new file may replace a file that we may write, None if one may."""
     if os.geteuid() not in (0, there.st_uid):
         return Reason("the file is another user's", ANOTHER_OWNER)
     if linux.is_mount_point(path, parent.st_dev):
         return Reason("the file is a mount point", "mount the directory instead of the file")
     if parent.st_mode & stat.S_ISVTX and there.st_uid not in (os.geteuid(), parent.st_uid):
-        # Whether we may write it is for the kernel to say: `fs.protected_regular`.
+        # The kernel decides whether we may write it: `fs.protected_regular`.
         return Reason("the file is another user's, in a sticky directory", ANOTHER_OWNER)
     if is_held(there.st_dev, there.st_ino):
         return _HELD
@@ -213,7 +230,7 @@ def is_held(device: int, inode: int) -> bool:
 
     `NamedTemporaryFile`, `mkstemp`, a lock (`flock`) on the checkpoint: what is saved under the
     name is expected behind the descriptor. One that is open for reading only, and holds no lock,
-    is not: whoever reads sees the old file to its end. Nor is one of our own (`interrupts`). Takes
+    is not: its reader sees the old file to its end. Nor is one of our own (`interrupts`). Takes
     about two microseconds for each descriptor of the process.
     """
     for fd in _descriptors():
@@ -257,8 +274,8 @@ def why_incapable(directory: str, magic: int) -> Reason | None:
 
     Object stores and old distributed file systems behind FUSE may have no `rename` over a file that
     is there, or only take its bytes sequentially. An error of the rename itself would come too
-    late: by then torch has pickled. So where the type does not tell, it is tried with two small
-    files, once for each mount in a process.
+    late: by then torch has pickled. So where the type is unknown, two small files are tried, once
+    for each mount in a process.
 
     Args:
         magic: the type of its file system (`linux.magic_of`).
@@ -278,7 +295,7 @@ def _tried(directory: str) -> Reason | None:
     """Write two files and rename one over the other.
 
     Raises:
-        OSError: something else is wrong, and nothing was learnt.
+        OSError: something else is wrong, and the trial has no result.
     """
     stem = os.path.join(directory, f".fastserial-trial-{os.getpid()}-{os.urandom(4).hex()}")
     first, second = f"{stem}-1.tmp", f"{stem}-2.tmp"
@@ -312,3 +329,135 @@ def _write_backwards(path: str) -> None:
         for offset in (PAGE, 0):
             os.pwrite(fd, bytes(PAGE), offset)
         files.close_newest()
+
+
+# We may not, or the file system cannot; anything else is a failure.
+_REFUSED = (
+    errno.EPERM,
+    errno.EACCES,
+    errno.EINVAL,  # an owner that has no number in this user namespace (container)
+    errno.EOVERFLOW,  # the same, on an idmapped mount
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.E2BIG,
+    errno.ERANGE,
+)
+# Made for the old content: the kernel takes them off a file that is written to.
+_OF_THE_CONTENT = frozenset({"security.capability", "security.evm", "security.ima"})
+# Users, administrators and the kernel rely on these; other kinds are the file system's own affair.
+_KEPT = ("user.", "security.", "system.", "btrfs.")
+_ACL = "system."
+_UNREADABLE_ATTRIBUTES = "its extended attributes cannot be read"
+_NOBODY = 65534  # what the kernel shows for an owner who is not known here
+
+
+class CannotReplace(Exception):
+    """No new file can replace the target, for `reason`; nothing was changed so far."""
+
+    def __init__(self, text: str, remedy: str = ANOTHER_OWNER) -> None:
+        super().__init__(text)
+        self.reason = Reason(text, remedy)
+
+
+class Attributes(NamedTuple):
+    """A file's permission bits, user and group, and its extended attributes, ACL included."""
+
+    mode: int
+    owner: tuple[int, int]
+    extended: dict[str, bytes]
+
+
+def attributes_of(status: os.stat_result, file: int | str) -> Attributes:
+    """Return the attributes of a regular file.
+
+    Args:
+        status: of the file.
+        file: its descriptor or path.
+
+    Raises:
+        CannotReplace: an attribute may not be read.
+        OSError: the disk failed, or the file is gone.
+    """
+    follow = isinstance(file, int)
+    extended = {}
+    try:
+        names = os.listxattr(file, follow_symlinks=follow)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            _raise_refusal(error, _UNREADABLE_ATTRIBUTES)
+        names = []
+    for name in names:
+        if not name.startswith(_KEPT) or name in _OF_THE_CONTENT:
+            continue
+        try:
+            extended[name] = os.getxattr(file, name, follow_symlinks=follow)
+        except OSError as error:
+            if error.errno != errno.ENODATA:  # removed in between
+                _raise_refusal(error, _UNREADABLE_ATTRIBUTES)
+    owner = (status.st_uid, status.st_gid)
+    return Attributes(stat.S_IMODE(status.st_mode), owner, extended)
+
+
+def give(fd: int, wanted: Attributes) -> None:
+    """Give a new file of ours, which has no more permissions, the attributes of another one.
+
+    Raises:
+        CannotReplace: one of them is refused.
+        OSError: the disk is full or failed.
+    """
+    made = attributes_of(os.fstat(fd), fd)
+    if made == wanted:
+        return
+    if any(one == _NOBODY != own for one, own in zip(wanted.owner, made.owner, strict=True)):
+        raise CannotReplace("its owner is unknown in this user namespace")  # or `nobody`
+    differing = sorted(
+        name
+        for name in made.extended.keys() | wanted.extended.keys()
+        if made.extended.get(name) != wanted.extended.get(name)
+    )
+    lists = [name for name in differing if name.startswith(_ACL)]
+    for name in differing:
+        if name not in lists:  # as long as the file is ours
+            _set_extended(fd, name, wanted.extended.get(name))
+    if made.owner != wanted.owner:
+        with _refused_as(_text("owner")):
+            os.fchown(fd, *wanted.owner)
+    # An ACL changes the group's bits, a new owner clears others. Where the owner is not us, this
+    # takes the right that replacing a file in a sticky directory takes.
+    for name in lists:
+        _set_extended(fd, name, wanted.extended.get(name))
+    with _refused_as(_text("mode")):
+        if stat.S_IMODE(os.fstat(fd).st_mode) != wanted.mode or made.owner != wanted.owner:
+            os.fchmod(fd, wanted.mode)
+    now = attributes_of(os.fstat(fd), fd)  # some file systems only pretend
+    has_lists = all((name in now.extended) == (name in wanted.extended) for name in lists)
+    if now.owner != wanted.owner or (now.mode ^ wanted.mode) & 0o777 or not has_lists:
+        raise CannotReplace(_text("owner, mode or ACL"))
+
+
+def _text(what: str) -> str:
+    return f"a new file cannot have its {what}"
+
+
+@contextlib.contextmanager
+def _refused_as(text: str) -> Iterator[None]:
+    """Raise a refusal in the body as a `CannotReplace` of that text."""
+    try:
+        yield
+    except OSError as error:
+        _raise_refusal(error, text)
+
+
+def _raise_refusal(error: OSError, text: str) -> NoReturn:
+    if error.errno not in _REFUSED:
+        raise error
+    raise CannotReplace(text) from error
+
+
+def _set_extended(fd: int, name: str, value: bytes | None) -> None:
+    """Set an extended attribute, or remove one that was inherited from the folder."""
+    with _refused_as(_text(f"attribute {name}")):
+        if value is not None:
+            os.setxattr(fd, name, value)
+        else:
+            os.removexattr(fd, name)

@@ -1,4 +1,4 @@
-"""What a file says of itself, in one shape: the one place where formats are told apart."""
+"""What a checkpoint contains, in one interface: the only module that distinguishes formats."""
 
 from __future__ import annotations
 
@@ -8,46 +8,54 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from math import prod
 
 from fastserial.errors import (
     CheckpointFileError,
     CheckpointKeyError,
+    ConvertError,
     CorruptCheckpointError,
     TruncatedCheckpointError,
     UnreadableCheckpointError,
     UnreadableTensorError,
 )
+from fastserial.formats.dcp import METADATA_NAME, Metadata, parse
 from fastserial.formats.legacy.structure import MAGIC, read_legacy
 from fastserial.formats.pickles import Limits, decode
 from fastserial.formats.safetensors import read_header
-from fastserial.formats.source import BytesSource, ByteStream, DescriptorSource, Source
-from fastserial.formats.storages import PACKED
+from fastserial.formats.source import BytesSource, ByteStream, DescriptorSource, Source, naming
+from fastserial.formats.storages import ITEM_BYTES, PACKED, contiguous_stride
 from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
 from fastserial.formats.zip.directory import RecordEntry, read_directory
-from fastserial.formats.zip.records import read_places, read_record
+from fastserial.formats.zip.records import PICKLE, read_places, read_record
 from fastserial.formats.zip.structs import LOCAL_SIGNATURE
+from fastserial.interrupts import Descriptors
 
 __all__ = [
     "Container",
+    "FolderContainer",
     "Format",
     "LegacyContainer",
     "SafetensorsContainer",
     "ZipContainer",
     "detect",
     "format_of_head",
+    "is_dcp_folder",
     "open_container",
 ]
 
 _SMALL_RECORD = 4096
+_MOST_NOTES = 100
 _MAGIC_AT_MOST = 64  # bytes of a legacy file's first pickle in any pickle protocol
 
 
 class Format(enum.Enum):
-    """What a file is: the format's name for the first three, or why it is no checkpoint."""
+    """What a path is: the format's name for the first four, or why it is no checkpoint."""
 
     ZIP = "zip"
     LEGACY = "legacy"
     SAFETENSORS = "safetensors"
+    DCP = "dcp"
     DAMAGED_ZIP = "the first bytes of the archive are damaged"
     SHARD = "a shard of torch.distributed.checkpoint, which holds many small archives"
     FOLDER = "a directory, and none that torch.distributed.checkpoint saved to: give a file"
@@ -57,28 +65,26 @@ class Format(enum.Enum):
 
 
 class Container(abc.ABC):
-    """What a file says of itself.
+    """What a file, or a folder, says of its contents.
 
     with open("ckpt.pt", "rb") as file:
         container = open_container(file.fileno(), file.name)
         container.offset_of(container.tensor("model.weight"))
 
     Attributes:
-        format: its name.
-        source: the file.
-        records: what a zip archive is made of, as its directory tells it.
+        format: name of the format.
+        nbytes: size of the file, or of the folder's files.
+        archive_name: the folder in the names of a zip's records.
     """
 
     format: str
-    records: Sequence[RecordEntry] = ()
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    nbytes: int
+    archive_name: str | None = None
 
     @property
     @abc.abstractmethod
     def outline(self) -> Outline:
-        """Its storages, tensors and problems; a zip's and legacy file's pickle is read for it.
+        """Storages, tensors and problems; the pickle is read for it.
 
         Raises:
             CorruptCheckpointError: the pickle is damaged.
@@ -88,7 +94,7 @@ class Container(abc.ABC):
 
     @property
     def byte_order(self) -> str | None:
-        """Of the storages, `little` or `big`; None where the file does not say.
+        """Byte order of the storages, `little` or `big`; None where the file does not say.
 
         Raises:
             CorruptCheckpointError: the record that says so is damaged.
@@ -96,9 +102,22 @@ class Container(abc.ABC):
         """
         return "little"
 
+    def listing(self) -> list[tuple[str, int, int]]:
+        """Return name, offset and bytes of each record (zip) or item (DCP)."""
+        return []
+
+    def notes(self) -> list[str]:
+        """Return what is unusual, and what could not be found out, a sentence each."""
+        notes = self.outline.notes
+        if not self.outline.complete:
+            notes.append("there is more in the pickle than the limits allow to look at")
+        return notes
+
+    # -- tensors -------------------------------------------------------------------------------
+
     @cached_property
     def _tensors(self) -> dict[str, TensorEntry | str]:
-        """The tensors by key; a text instead of one says why it cannot be read by itself."""
+        """The tensors by key; a text instead says why a tensor cannot be read by itself."""
         found = self.outline
         entries: dict[str, TensorEntry | str] = {}
         for tensor in found.tensors:
@@ -127,7 +146,7 @@ class Container(abc.ABC):
     def keys(self) -> list[str]:
         """Return the keys of all tensors, those that cannot be read by themselves included.
 
-        Those of which the pickle does not say enough come first.
+        Those that the pickle does not fully describe come first.
         """
         return list(self._tensors)
 
@@ -138,11 +157,11 @@ class Container(abc.ABC):
         return key in self._tensors
 
     def tensor(self, key: str) -> TensorEntry:
-        """Return a tensor whose bytes lie in the file as they are.
+        """Return a tensor whose bytes are in the file, uncompressed.
 
         Raises:
             CheckpointKeyError: there is no such tensor.
-            UnreadableTensorError: it is there, but cannot be read by itself; says why.
+            UnreadableTensorError: it exists, but cannot be read by itself; says why.
         """
         found = self._tensors.get(key)
         if found is None:
@@ -152,12 +171,24 @@ class Container(abc.ABC):
         return found
 
     def offset_of(self, tensor: TensorEntry) -> int:
-        """Return where the first element of one of its tensors lies in the file (bytes)."""
+        """Return the offset of a tensor's first element in the file (bytes)."""
         storage = self.outline.storages[tensor.storage or ""]
         return (storage.offset or 0) + tensor.span[0]
 
 
-class ZipContainer(Container):
+class FileContainer(Container):
+    """A container in one file.
+
+    Attributes:
+        source: the file.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.nbytes = source.size
+
+
+class ZipContainer(FileContainer):
     """A zip archive, such as `torch.save` writes."""
 
     format = Format.ZIP.value
@@ -179,7 +210,8 @@ class ZipContainer(Container):
         super().__init__(source)
         self._limits = limits
         self.directory = read_directory(source) if all_records else read_places(source)
-        self.records = self.directory.records
+        self.records: Sequence[RecordEntry] = self.directory.records
+        self.archive_name = self.directory.archive_name
 
     @property
     def byte_order(self) -> str | None:
@@ -192,8 +224,17 @@ class ZipContainer(Container):
     def outline(self) -> Outline:
         return zip_outline(self.source, self.directory, self._limits) or Outline()
 
+    def listing(self) -> list[tuple[str, int, int]]:
+        order = self.directory.in_file_order()
+        return [(record.name, record.data_offset, record.size) for record in order]
 
-class LegacyContainer(Container):
+    def notes(self) -> list[str]:
+        if self.directory.find(PICKLE) is None:
+            return ["there is no data.pkl: no checkpoint of torch.save"]
+        return super().notes()
+
+
+class LegacyContainer(FileContainer):
     """What torch wrote before 1.6, and writes on request."""
 
     format = Format.LEGACY.value
@@ -224,7 +265,7 @@ class LegacyContainer(Container):
         return found
 
 
-class SafetensorsContainer(Container):
+class SafetensorsContainer(FileContainer):
     """A safetensors file; `metadata` is the free text in its header, by name."""
 
     format = Format.SAFETENSORS.value
@@ -244,14 +285,158 @@ class SafetensorsContainer(Container):
         return self._outline
 
 
+class FolderContainer(Container):
+    """A folder that torch.distributed.checkpoint saved to.
+
+    Attributes:
+        path: its path.
+        metadata_files: names of the files that complete a checkpoint: one, or one of each rank.
+            Where there is one of all ranks, torch loads no other.
+        shards: names of the files with items.
+        sizes: bytes of these files, None if one was removed meanwhile.
+    """
+
+    format = Format.DCP.value
+
+    def __init__(self, path: str) -> None:
+        """List the folder.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        self.path = path
+        names = sorted(os.listdir(path))
+        found = [name for name in names if METADATA_NAME.fullmatch(name)]
+        self.metadata_files = [".metadata"] if ".metadata" in found else found
+        self.shards = [name for name in names if name.endswith(".distcp")]
+        files = (*self.metadata_files, *self.shards)
+        self.sizes = {name: _size(os.path.join(path, name)) for name in files}
+        self.nbytes = sum(size or 0 for size in self.sizes.values())
+
+    def read_metadata(self, name: str) -> Metadata:
+        """Return what a metadata file says.
+
+        Raises:
+            CorruptCheckpointError: it is damaged.
+            PickleLimitError: it takes too long to read.
+            OSError: it cannot be read.
+        """
+        path = os.path.join(self.path, name)
+        with open(path, "rb") as file:
+            return parse(DescriptorSource(file.fileno()), path)
+
+    @cached_property
+    def metadata(self) -> dict[str, Metadata]:
+        """What each metadata file says, by its name.
+
+        Raises:
+            CorruptCheckpointError: one is damaged, or there is none.
+            PickleLimitError, OSError: as `read_metadata`.
+        """
+        if not self.metadata_files:
+            raise CorruptCheckpointError(
+                "there is no `.metadata`: a save into this folder was not completed, so nothing "
+                "can be loaded",
+                path=self.path,
+            )
+        return {name: self.read_metadata(name) for name in self.metadata_files}
+
+    def joined(self) -> Metadata:
+        """Return what all metadata files say together.
+
+        Raises:
+            ConvertError: ranks have the same key, each in a checkpoint of its own.
+            CorruptCheckpointError, PickleLimitError, OSError: as `metadata`.
+        """
+        whole, *others = self.metadata.values()
+        for other in others:
+            twice = whole.keys & other.keys
+            if twice:
+                raise ConvertError(
+                    f"{self.path}: each rank saved a checkpoint of its own "
+                    f"(use_collectives=False), and {min(twice)!r} is in several of them: load it "
+                    "with torch.distributed.checkpoint"
+                )
+            whole.add(other)
+        return whole
+
+    @cached_property
+    def outline(self) -> Outline:
+        found = Outline()
+        for name, metadata in self.metadata.items():
+            # ranks with checkpoints of their own may have the same keys
+            origin = f", in {name}" if len(self.metadata) > 1 else ""
+            for key, stored in metadata.tensors.items():
+                if stored.dtype not in ITEM_BYTES:
+                    why = f"torch has no dtype {stored.dtype} that is known here"
+                    found.unread[key + origin] = why
+                    continue
+                nbytes = prod(stored.shape) * ITEM_BYTES[stored.dtype]
+                count = len(stored.chunks)
+                kind = ("tensor" if count == 1 else f"in {count} parts") + origin
+                stride = contiguous_stride(stored.shape)
+                found.tensors.append(
+                    TensorEntry(key, stored.dtype, stored.shape, stride, None, 0, nbytes, kind)
+                )
+            found.globals |= metadata.globals
+            found.values += len(metadata.values)
+        return found
+
+    def listing(self) -> list[tuple[str, int, int]]:
+        return [
+            (f"{item.file}: {item.name}", item.offset, item.length)
+            for metadata in self.metadata.values()
+            for item in metadata.items
+        ]
+
+    def notes(self) -> list[str]:
+        found = self.metadata.values()
+        needed = dict.fromkeys(item.file for metadata in found for item in metadata.items)
+        notes = [f"{len(found)} ranks, each with a checkpoint of its own"] * (len(found) > 1)
+        notes += [f"{name}: it has no location" for one in found for name in one.missing]
+        notes += [f"{name}: the file is missing" for name in needed if self.sizes.get(name) is None]
+        notes += [
+            f"{name}: it belongs to no checkpoint that torch loads"
+            for name in self.shards
+            if name not in needed
+        ]
+        return [*notes, *super().notes()][:_MOST_NOTES]
+
+
+def _size(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return None
+
+
+def is_dcp_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a folder that torch.distributed.checkpoint saved to."""
+    try:
+        found = FolderContainer(os.fspath(path))
+    except OSError:
+        return False
+    return bool(found.shards) or any(
+        _begins_like_pickle(os.path.join(found.path, name)) for name in found.metadata_files
+    )
+
+
+def _begins_like_pickle(path: str) -> bool:
+    try:
+        with Descriptors() as files:
+            return os.pread(files.open(path, os.O_RDONLY | os.O_NONBLOCK), 1, 0) == b"\x80"
+    except OSError:
+        return False
+
+
 def open_container(
     fd: int, path: str, limits: Limits | None = None, all_records: bool = False
-) -> ZipContainer | LegacyContainer | SafetensorsContainer:
-    """Return what an open file says of itself.
+) -> Container:
+    """Return what an open file, or folder, says of its contents.
 
     Args:
         fd: its descriptor, which its owner closes; positions are not used.
-        path: its name, which counts where the first bytes do not tell, and is named by errors.
+        path: its path, which counts where the first bytes do not decide; errors name it.
         limits: on its pickle.
         all_records: as of `ZipContainer`.
 
@@ -261,31 +446,33 @@ def open_container(
         PickleLimitError: its pickle is larger than the limits.
         OSError: it cannot be read.
     """
-    try:
-        found, source = detect(fd, path), DescriptorSource(fd)
+    with naming(path):
+        found = detect(fd, path)
         if found is Format.DAMAGED_ZIP:
             raise CorruptCheckpointError(found.value, offset=0)
+        source = DescriptorSource(fd)
         if found is Format.ZIP:
             return ZipContainer(source, limits, all_records)
         if found is Format.LEGACY:
             return LegacyContainer(source, limits)
         if found is Format.SAFETENSORS:
             return SafetensorsContainer(source)
+        if found is Format.DCP:
+            return FolderContainer(path)
         raise UnreadableCheckpointError(found.value)
-    except CheckpointFileError as error:
-        error.path = error.path or path
-        raise
 
 
 def format_of_head(source: Source) -> Format | None:
-    """Return the format that a file's first bytes show (zip as torch tells it), or None.
+    """Return the format that a file's first bytes show, None if they show none.
+
+    A zip is recognized as torch does it.
 
     Raises:
         OSError: the file cannot be read.
     """
     try:
         head = source.read_at(0, min(_MAGIC_AT_MOST, source.size))
-    except TruncatedCheckpointError:  # a log that is emptied meanwhile, a file of the kernel's
+    except TruncatedCheckpointError:  # a log that was emptied meanwhile, a file of the kernel's
         return None
     if head.startswith(LOCAL_SIGNATURE):
         return Format.ZIP
@@ -297,7 +484,7 @@ def format_of_head(source: Source) -> Format | None:
 
 
 def detect(fd: int, name: str) -> Format:
-    """Return what an open file is.
+    """Return what an open file or folder is.
 
     Args:
         fd: its descriptor; positions are not used.
@@ -308,7 +495,7 @@ def detect(fd: int, name: str) -> Format:
     """
     found = os.fstat(fd)
     if stat.S_ISDIR(found.st_mode):
-        return Format.FOLDER
+        return Format.DCP if is_dcp_folder(name) else Format.FOLDER
     if not stat.S_ISREG(found.st_mode):
         return Format.SPECIAL
     if not found.st_size:

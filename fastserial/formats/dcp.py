@@ -1,7 +1,7 @@
-"""`.metadata` of torch.distributed.checkpoint: what it says, without unpickling it.
+"""`.metadata` of torch.distributed.checkpoint, parsed without unpickling it.
 
-It is a pickle of torch's classes. Ours has a checksum behind it, where unpickling does not look,
-and one more attribute for each item (`Known`).
+It is a pickle of torch's classes. Our writer appends a checksum, which unpickling ignores, and adds
+an attribute to each item (`Known`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from fastserial.checksums import crc32
-from fastserial.errors import CheckpointFileError, CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.pickles import Call, Global, Limits, Mapping, decode
-from fastserial.formats.source import BytesSource, ByteStream, Source
+from fastserial.formats.source import BytesSource, ByteStream, Source, naming
 from fastserial.formats.storages import ITEM_BYTES
 
 __all__ = [
@@ -52,7 +52,7 @@ def is_framed(data: bytes, path: str) -> bool:
     """Return whether the contents of the file have a checksum.
 
     Raises:
-        CorruptCheckpointError: it is not that of the contents.
+        CorruptCheckpointError: it does not match the contents.
     """
     at = len(data) - _TRAILER.size
     mark, crc = _TRAILER.unpack_from(data, at) if at >= 0 else (b"", 0)
@@ -65,8 +65,8 @@ class Known(NamedTuple):
     """What our writer knew of an item.
 
     Attributes:
-        start: where its bytes begin, from the item's first on; None: `torch.load` has to find out.
-        crc: CRC-32 of the tensor's bytes, or without `start` of the whole item; None: not wanted.
+        start: offset of its bytes in the item; None: only `torch.load` can find it.
+        crc: CRC-32 of the tensor's bytes, or without `start` of the whole item; None: not taken.
         strides: of a tensor that is not contiguous.
     """
 
@@ -76,14 +76,14 @@ class Known(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor: the elements from `offsets` on, `sizes` of them in each dimension."""
+    """A chunk of a tensor: the elements from `offsets` on, `sizes` of them in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 class Stored(NamedTuple):
-    """A tensor: name of its dtype (`float32`), shape, and the parts it is in."""
+    """A tensor: name of its dtype (`float32`), shape, and its chunks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -91,16 +91,16 @@ class Stored(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A part of a tensor, or a value, and where it is.
+    """A chunk of a tensor, or a value, and its location.
 
     Attributes:
         key: of the tensor or value.
-        chunk: which part; None: it is a value, pickled.
+        chunk: its elements; None: it is a value, pickled.
         dtype: of the tensor; None: it is a value.
         file: name of the file in the folder.
         offset, length: of the item there (bytes).
-        known: what our writer knew of it, None if it was another one.
-        is_extended: it went through an extension of stock's writer, such as a compression.
+        known: what our writer knew of it, None from another writer.
+        is_extended: an extension of stock's writer, such as a compression, processed it.
     """
 
     key: str
@@ -114,7 +114,7 @@ class Item(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What to call it in errors."""
+        """Its name in errors."""
         if self.chunk is None or not any(self.chunk.offsets):
             return self.key
         return f"{self.key} at {list(self.chunk.offsets)}"
@@ -134,14 +134,14 @@ class Metadata:
     Attributes:
         tensors: by key, in the order of the file.
         values: keys of what is no tensor.
-        paths: where in the nested state the keys are, as far as it says.
-        items: all parts and values that have a place.
-        missing: names of parts and values that have none.
-        version: of the layout, as it says.
+        paths: the paths of keys in the nested state, as far as they are given.
+        items: all chunks and values that have a location.
+        missing: names of chunks and values that have none.
+        version: of the layout.
         ours: it has a checksum (which is right).
-        numbers: of keys, where in their path a name of a dictionary was an integer; None if that is
-            not known (`convert` notes it).
-        ties: keys of tensors that were one and the same memory, in groups (`convert`).
+        numbers: the positions in the path of a key where a dictionary's key was an integer; None if
+            they are not known (`convert` writes them).
+        ties: keys of tensors that shared all their memory, in groups (`convert` writes them).
         globals: the names that unpickling it would import.
     """
 
@@ -152,13 +152,27 @@ class Metadata:
     missing: list[str]
     version: str | None
     ours: bool
-    globals: tuple[str, ...]
+    globals: frozenset[Global]
     numbers: dict[str, tuple[int, ...]] | None = None
     ties: list[tuple[str, ...]] = field(default_factory=list)
 
+    @property
+    def keys(self) -> set[str]:
+        """The keys of tensors and values."""
+        return self.tensors.keys() | set(self.values)
+
+    def add(self, other: Metadata) -> None:
+        """Add what another rank saved by itself."""
+        self.tensors.update(other.tensors)
+        self.values += other.values
+        self.paths.update(other.paths)
+        self.items += other.items
+        self.missing += other.missing
+        self.globals |= other.globals
+
 
 def parse(source: Source, path: str) -> Metadata:
-    """Return what the contents of a `.metadata` say. Nothing is imported or called.
+    """Parse the contents of a `.metadata`. Nothing is imported or called.
 
     Raises:
         CorruptCheckpointError: it is damaged, or nothing of torch.distributed.checkpoint.
@@ -170,13 +184,11 @@ def parse(source: Source, path: str) -> Metadata:
     stream = ByteStream(BytesSource(pickled))
     memory = max(1 << 30, _BYTES_EACH * len(pickled))
     limits = Limits(memory, _SECONDS, kept=len(pickled))  # keys may be of any length
-    try:
+    with naming(path):
         found = decode(stream, limits)
-        tensors, values, paths, places, version = _contents(found.value)
+    try:
+        tensors, values, paths, locations, version = _contents(found.value)
         numbers, ties = _kept(_attributes(found.value, "Metadata").get(KEPT))
-    except CheckpointFileError as error:
-        error.path = path
-        raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(
             "it is damaged, or no metadata of torch.distributed.checkpoint", path=path
@@ -185,29 +197,30 @@ def parse(source: Source, path: str) -> Metadata:
     missing: list[str] = []
     for key, stored in tensors.items():
         for chunk in stored.chunks:
-            place = places.pop((key, chunk.offsets), None)
-            item = Item(key, chunk, stored.dtype, *(place or ("", 0, 0, None, False)))
-            if place is None:
+            location = locations.pop((key, chunk.offsets), None)
+            item = Item(key, chunk, stored.dtype, *(location or ("", 0, 0, None, False)))
+            if location is None:
                 missing.append(item.name)
             else:
                 items.append(item)
     for key in values:
-        place = places.pop((key, None), None)
-        if place is None:
+        location = locations.pop((key, None), None)
+        if location is None:
             missing.append(key)
         else:
-            items.append(Item(key, None, None, *place))
-    names = tuple(sorted(map(str, found.globals)))
-    return Metadata(tensors, values, paths, items, missing, version, ours, names, numbers, ties)
+            items.append(Item(key, None, None, *location))
+    return Metadata(
+        tensors, values, paths, items, missing, version, ours, found.globals, numbers, ties
+    )
 
 
-_Place = tuple[str, int, int, "Known | None", bool]
-_Places = dict[tuple[str, "tuple[int, ...] | None"], _Place]
+_Location = tuple[str, int, int, "Known | None", bool]
+_Locations = dict[tuple[str, "tuple[int, ...] | None"], _Location]
 
 
 def _contents(
     value: Any,
-) -> tuple[dict[str, Stored], list[str], dict[str, tuple[str | int, ...]], _Places, str | None]:
+) -> tuple[dict[str, Stored], list[str], dict[str, tuple[str | int, ...]], _Locations, str | None]:
     whole = _attributes(value, "Metadata")
     tensors: dict[str, Stored] = {}
     values: list[str] = []
@@ -218,16 +231,16 @@ def _contents(
             values.append(key)
         else:
             tensors[key] = _stored(entry)
-    places: _Places = {}
-    for index, place in _pairs(whole.get("storage_data") or Mapping()):
+    locations: _Locations = {}
+    for index, location in _pairs(whole.get("storage_data") or Mapping()):
         named = _attributes(index, "MetadataIndex")
         key, offset = named["fqn"], named.get("offset")
-        if type(key) is not str:  # before it is hashed: a tuple nested deep enough ends the process
+        if type(key) is not str:  # before it is hashed: a deeply nested tuple ends the process
             raise TypeError("a key is no string")
-        places[key, None if offset is None else _size(offset)] = _place(place)
+        locations[key, None if offset is None else _size(offset)] = _location(location)
     version = whole.get("version")
     paths = _paths(whole.get("planner_data"))
-    return tensors, values, paths, places, version if type(version) is str else None
+    return tensors, values, paths, locations, version if type(version) is str else None
 
 
 def _stored(entry: Any) -> Stored:
@@ -246,15 +259,15 @@ def _chunk(value: Any, dimensions: int) -> Chunk:
     fields = _attributes(value, "ChunkStorageMetadata")
     found = Chunk(_size(fields["offsets"]), _size(fields["sizes"]))
     if not len(found.offsets) == len(found.sizes) == dimensions:
-        raise ValueError("a part has other dimensions than its tensor")
+        raise ValueError("a chunk has other dimensions than its tensor")
     return found
 
 
-def _place(value: Any) -> _Place:
+def _location(value: Any) -> _Location:
     fields = _attributes(value, "_StorageInfo")
     file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
     if type(file) is not str or not (_is_size(offset) and _is_size(length)):
-        raise TypeError("a place is none")
+        raise TypeError("a location is invalid")
     ours, known = fields.get("fastserial"), None
     if type(ours) is tuple and len(ours) == len(Known._fields):
         start, crc, strides = ours
@@ -266,7 +279,7 @@ def _place(value: Any) -> _Place:
 
 
 def _paths(value: Any) -> dict[str, tuple[str | int, ...]]:
-    """Return where keys are in the nested state; other planners keep what they like."""
+    """Return the paths of keys in the nested state; other planners store anything there."""
     if type(value) is not Mapping:
         return {}
     count = len(value.items)  # no list is longer: each of its entries has a key
@@ -281,7 +294,7 @@ def _paths(value: Any) -> dict[str, tuple[str | int, ...]]:
 
 
 def _kept(value: Any) -> tuple[dict[str, tuple[int, ...]] | None, list[tuple[str, ...]]]:
-    """Return what `convert` noted of a state, as far as it is sound."""
+    """Return what `convert` wrote of a state, as far as it is valid."""
     if type(value) is not tuple or not all(type(one) is tuple and one for one in value):
         return None, []
     numbers = {
@@ -294,7 +307,7 @@ def _kept(value: Any) -> tuple[dict[str, tuple[int, ...]] | None, list[tuple[str
 
 
 def _class(value: Any) -> str:
-    """Return the name of a class of torch.distributed.checkpoint, of which a value is."""
+    """Return the name of the class of a value, one of torch.distributed.checkpoint."""
     function = value.function
     if not function.module.startswith(_CLASSES):
         raise TypeError(f"{function} is no class of torch.distributed.checkpoint")

@@ -1,15 +1,15 @@
-"""Extents: contiguous pieces of a file and where their bytes come from.
+"""Extents: contiguous parts of a file, and the sources of their bytes.
 
 A layout is a sequence of extents in file order, without gaps. It is a value: whoever has the
 sources may write any part of it, in any order (`clip`). A source is one of:
 
 - `Literal`: bytes known beforehand;
 - `Data`: the memory of a storage; its CRC-32 may be wanted;
-- `Packed`: small host storages with the container's bytes between them, as one piece;
-- `DescriptorPatch`: known bytes but for the CRC-32 of one record, to be put in at a place;
+- `Packed`: small host storages with the container's bytes between them, as one source;
+- `DescriptorPatch`: known bytes except for the CRC-32 of one record, which is inserted later;
 - `Trailer`: bytes that need the CRC-32 of every record;
 - `Made`: bytes made when they are written, by a function that may wait for checksums;
-- `Hole`: nothing; reads back as zeros (`skip_data` leaves room for storages).
+- `Hole`: nothing is written; reads back as zeros (`skip_data` reserves space for storages).
 
 A `DescriptorPatch`, `Trailer` or `Made` extent is *late*: it is filled when the checksums it needs
 are known. In a layout it comes after all that data.
@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from struct import Struct
 from typing import NamedTuple
 
-from fastserial.memory.batch import Batch
-from fastserial.memory.storages import Memory
+from fastserial.memory.storages import Batch, Memory
 
 __all__ = [
     "Data",
@@ -60,7 +59,7 @@ class Data(NamedTuple):
 
 
 class DescriptorPatch(NamedTuple):
-    """Known bytes with the little-endian CRC-32 of `record` put in at byte `at`."""
+    """Known bytes with the little-endian CRC-32 of `record` inserted at byte `at`."""
 
     data: bytes
     record: int
@@ -73,9 +72,9 @@ class DescriptorPatch(NamedTuple):
 
 @dataclass(slots=True)
 class Packed:
-    """Consecutive small host storages as one piece: few objects for many tensors.
+    """Consecutive small host storages as one source: few objects for many tensors.
 
-    Behind storage i come its data descriptor, if there is a `seal` to pack it, and `gaps[i]`. If
+    Storage i is followed by its data descriptor, if there is a `seal` to pack it, and `gaps[i]`. If
     `first` is not None, it is the index of the first storage's record, and the CRC-32s of all are
     wanted. `batch` keeps the memory valid; the storages are those of it from `begin` on.
     """
@@ -87,10 +86,10 @@ class Packed:
     seal: Struct | None
     batch: Batch
     begin: int
-    # A piece cut by the end of a block is made as a whole, and kept until all of it was used.
+    # Bytes cut by the end of a block are made as a whole, and kept until all of them were used.
     made: bytearray | None = None
     used: int = 0
-    # Of its own: a save in a signal handler or a forked child must not wait for one cut off here.
+    # Not shared: a save in a signal handler or a forked child must not wait for an interrupted one.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -119,7 +118,7 @@ class Made:
     def __init__(self, length: int, make: Callable[[], bytes]) -> None:
         self.length = length
         self.make = make
-        # Cut by the end of a block they are made as a whole, and kept until all of it was used.
+        # Bytes cut by the end of a block are made as a whole, and kept until all of them were used.
         self._made: bytes | None = None
         self._used = 0
         self._lock = threading.Lock()
@@ -160,12 +159,12 @@ class Extent(NamedTuple):
 
 
 def is_late(source: Source) -> bool:
-    """Return whether a source may need checksums of others."""
+    """Return whether a source may need the checksums of other extents."""
     return isinstance(source, DescriptorPatch | Trailer | Made)
 
 
 def clip(extents: Iterable[Extent], first: int, stop: int) -> Iterator[Extent]:
-    """Return what lies in the byte range [first, stop), cut at its ends."""
+    """Yield the extents in the byte range [first, stop), cut at its ends."""
     for extent in extents:
         begin = max(first, extent.offset)
         end = min(stop, extent.offset + extent.length)

@@ -1,8 +1,8 @@
 """Reading a pickle without executing it.
 
-`decode` runs the pickle's opcodes on symbols: nothing is imported and nothing is called. What a
-real unpickler would import becomes a `Global`, what it would call a `Call`, what it would ask
-`persistent_load` for a `Persistent`. Memory, time and the length of what is kept have hard limits.
+`decode` runs the pickle's opcodes on symbols: nothing is imported and nothing is called. An import
+becomes a `Global`, a call a `Call`, a persistent id a `Persistent`. Memory, time and the length of
+values have hard limits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Global(NamedTuple):
 
 
 class Persistent(NamedTuple):
-    """What `persistent_load` would be asked for."""
+    """A persistent id, the argument of `persistent_load`."""
 
     pid: Any
 
@@ -65,14 +65,14 @@ class Elided(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Mapping:
-    """A dictionary: keys need not be hashable here."""
+    """A dictionary, whose keys need not be hashable."""
 
     items: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """What unpickling would call, with what it would then put into the result.
+    """A call that unpickling would make, and the state and items that the result would get.
 
     Attributes:
         function: usually a `Global`.
@@ -93,15 +93,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What reading a pickle may take.
+    """Limits on reading a pickle.
 
     Attributes:
-        memory: bytes of what is kept of it (an estimate from above).
+        memory: bytes of its values (an upper estimate).
         seconds: time.
         kept: strings and numbers longer than this many bytes are left out (`Elided`).
-        depth: how deep values may be nested in each other, for those who walk them.
-        tuples: how deep tuples may be nested in each other: hashing one takes stack for each.
-        visits: how many values they may look at, roughly.
+        depth: how deep values may be nested, for a walk over them.
+        tuples: how deep tuples may be nested: hashing one takes stack for each.
+        visits: how many values a walk may visit, roughly.
     """
 
     memory: int = 1024 * 1024 * 1024
@@ -187,7 +187,7 @@ class _Machine:
         self.stack.append(made)
 
     def text(self, length: int, kind: str) -> bytes | Elided:
-        """Return the next `length` bytes, or leave them out if they are too many."""
+        """Return the next `length` bytes; too many are left out."""
         if length > self.limits.kept:
             self.stream.skip(length)
             return Elided(kind, length)
@@ -534,7 +534,7 @@ class Decoded:
     Attributes:
         value: what it holds.
         globals: the names it would import.
-        persistents: what `persistent_load` would be asked for, in order.
+        persistents: the persistent ids, in order.
         end: where it ends in the stream (bytes).
     """
 
@@ -545,7 +545,7 @@ class Decoded:
 
 
 def decode(stream: ByteStream, limits: Limits | None = None) -> Decoded:
-    """Read one pickle, of protocol 1 to 5, from where the stream stands.
+    """Read one pickle, of protocol 1 to 5, from the position of the stream on.
 
     Raises:
         CorruptCheckpointError: it is no whole pickle.
@@ -568,11 +568,11 @@ def decode(stream: ByteStream, limits: Limits | None = None) -> Decoded:
 def refuse_nested(data: bytes) -> None:
     """Refuse a pickle whose tuples are nested so deep that hashing one would end the process.
 
-    To be called before a real unpickler, which uses what it made as keys, gets an untrusted pickle.
+    Call it before an untrusted pickle is unpickled, which hashes what it uses as keys.
 
     Raises:
         CheckpointFileError, PickleLimitError: it does, or `decode` cannot read it.
     """
-    if sum(map(data.count, _TUPLES)) > _MOST_NESTED_TUPLES:  # a limit from above, quickly found
+    if sum(map(data.count, _TUPLES)) > _MOST_NESTED_TUPLES:  # an upper bound, quickly found
         stream = ByteStream(BytesSource(data))
         decode(stream, Limits(memory=max(1 << 30, 512 * len(data)), seconds=600.0, kept=len(data)))

@@ -1,8 +1,8 @@
-"""Which pickles are plain: what a state dict of tensors, numbers and strings becomes.
+"""Recognizing plain pickles, such as those of state dicts of tensors, numbers and strings.
 
-A plain pickle can do no more than build containers, import the names found here, call them, give
-state to objects (BUILD), and ask `persistent_load`. Finding that out takes some steps a tensor, not
-one for each opcode: between two strings, a regular expression passes over everything.
+A plain pickle can only build containers, import the names found here, call them, give state to
+objects (BUILD), and call `persistent_load`. The check takes a few steps a tensor, not one an
+opcode: between two strings, a regular expression skips everything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 __all__ = ["PlainPickle", "plain_pickle"]
 
 # Opcodes of fixed length: containers, marks, None, True, False, REDUCE, BINPERSID; short
-# puts and gets, ints, floats. No run is long, for the expression keeps a note of each step.
+# puts and gets, ints, floats. Runs are short, since the expression keeps a record of each step.
 _FIXED = rb"[(t\x85-\x87)\]}N\x88\x89aesuRQ]|[qhK].|M..|J.{4}|j.{4}|G.{8}"
 _RUN = 256
 
@@ -40,8 +40,8 @@ def plain_pickle(data: bytes) -> PlainPickle | None:
     """Return what a plain pickle imports, and where it gives state; None if it is not plain.
 
     Args:
-        data: a pickle of protocol 2, and perhaps more after it. It may be hostile: whoever runs
-            it needs time and memory in proportion to its length, but for what he calls for it.
+        data: a pickle of protocol 2, and perhaps more after it. It may be hostile: running it
+            takes time and memory in proportion to its length, except for the functions it calls.
     """
     if data[:2] != _PROTOCOL_2:
         return None

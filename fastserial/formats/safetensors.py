@@ -1,7 +1,7 @@
 """The safetensors container: a length, a JSON header, and the tensors back to back.
 
-Eight bytes (little-endian) tell the length of the header, which gives each tensor's type, shape and
-place in the bytes after it. The header is padded with spaces so that those start at a multiple of
+Eight bytes (little-endian) hold the length of the header, which gives each tensor's type, shape and
+range in the bytes after it. The header is padded with spaces so that these start at a multiple of
 eight; larger elements come first, so that all are aligned.
 """
 
@@ -61,7 +61,7 @@ class Header(NamedTuple):
 
 
 def read_header(source: Source) -> Header:
-    """Read the header. A tensor is the only one in a storage of its own.
+    """Read the header. Each tensor has a storage of its own.
 
     Raises:
         CorruptCheckpointError: it is damaged, or names bytes that are not in the file.
@@ -107,7 +107,7 @@ def _header(source: Source) -> tuple[dict[str, Any], int]:
 
 
 def _storage(key: str, value: Any, start: int) -> StorageEntry:
-    """Return the bytes of a tensor; `dtype` is the header's word where torch has none such."""
+    """Return the range of a tensor; `dtype` is the header's name where torch has no such dtype."""
     try:
         name, shape, (first, last) = value["dtype"], value["shape"], value["data_offsets"]
         numbers = [*shape, first, last]
@@ -131,7 +131,7 @@ def header_bytes(
         metadata: free text.
 
     Raises:
-        UnicodeEncodeError: a key or a text holds lone surrogates, which UTF-8 has not.
+        UnicodeEncodeError: a key or a text has lone surrogates, which UTF-8 cannot encode.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     at = 0

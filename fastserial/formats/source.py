@@ -1,18 +1,33 @@
-"""What parsers read from: bytes at any offset, of a file, of a part of one, or in memory."""
+"""Sources of parsers: bytes at any offset of a file, of a part of one, or in memory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Protocol
 
 from fastserial.config.performance import STREAM_CHUNK
-from fastserial.errors import CorruptCheckpointError, TruncatedCheckpointError
+from fastserial.errors import (
+    CheckpointFileError,
+    CorruptCheckpointError,
+    TruncatedCheckpointError,
+)
+from fastserial.files.linux import preadv
 
-__all__ = ["ByteStream", "BytesSource", "DescriptorSource", "Source", "read_exactly"]
+__all__ = [
+    "ByteStream",
+    "BytesSource",
+    "DescriptorSource",
+    "Source",
+    "naming",
+    "read_exactly",
+    "read_to",
+]
 
 
 class Source(Protocol):
-    """Bytes that can be read at any offset, all that a parser sees of a file.
+    """Bytes that can be read at any offset: the only view that a parser has of a file.
 
     source = BytesSource(b"PK...")
     source.read_at(0, 2)  # b"PK"
@@ -26,7 +41,7 @@ class Source(Protocol):
         """Return `nbytes` bytes from `offset` on.
 
         Raises:
-            TruncatedCheckpointError: there are not as many.
+            TruncatedCheckpointError: there are fewer.
             OSError: they cannot be read.
         """
 
@@ -38,8 +53,8 @@ class DescriptorSource:
         """Read from a descriptor, which its owner closes.
 
         Args:
-            start: where in the file byte 0 is.
-            size: bytes of the part; by default up to the end of the file.
+            start: offset of byte 0 in the file.
+            size: bytes of the part; by default it ends where the file does.
         """
         self._fd = fd
         self._start = start
@@ -97,15 +112,34 @@ def read_exactly(fd: int, offset: int, length: int) -> bytes:
     data = os.pread(fd, length, offset)
     if len(data) == length:
         return data
-    parts = [data]
-    got = len(data)
-    while data and got < length:  # a signal, or a file system that reads in small pieces
-        data = os.pread(fd, length - got, offset + got)
-        parts.append(data)
-        got += len(data)
-    if got < length:
-        raise TruncatedCheckpointError(f"the file ends at byte {offset + got}: truncated")
-    return b"".join(parts)
+    whole = bytearray(length)  # a signal, or a file system that reads in small pieces
+    read_to(memoryview(whole), fd, offset)
+    return bytes(whole)
+
+
+def read_to(view: memoryview, fd: int, offset: int) -> None:
+    """Fill host memory from byte `offset` of an open file on.
+
+    Raises:
+        TruncatedCheckpointError: the file ends before.
+        OSError: the file cannot be read.
+    """
+    done = 0
+    while done < len(view):
+        got = preadv(fd, [view[done:]], offset + done)
+        if not got:
+            raise TruncatedCheckpointError(f"the file ends at byte {offset + done}: truncated")
+        done += got
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Add the file's path to an error of the body that has none."""
+    try:
+        yield
+    except CheckpointFileError as error:
+        error.path = error.path or path
+        raise
 
 
 _LONGEST_LINE = 64 * 1024
@@ -119,7 +153,7 @@ class ByteStream:
     """
 
     def __init__(self, source: Source, start: int = 0, end: int | None = None) -> None:
-        """Begin at byte `start`; without `end` it goes to that of the source."""
+        """Begin at byte `start`; without `end` the stream ends where the source does."""
         self._source = source
         self._end = source.size if end is None else end
         self._offset = start  # of the chunk's first byte
@@ -157,7 +191,7 @@ class ByteStream:
         return self.chunk[at : at + length]
 
     def skip(self, length: int) -> None:
-        """Pass over `length` bytes.
+        """Skip `length` bytes.
 
         Raises:
             CorruptCheckpointError: there are not as many.
@@ -167,7 +201,7 @@ class ByteStream:
         self.at += length
 
     def line(self) -> bytes:
-        """Return the bytes up to the next newline, which is passed over.
+        """Return the bytes up to the next newline, which is skipped.
 
         Raises:
             CorruptCheckpointError: there is no newline within 64 KiB.

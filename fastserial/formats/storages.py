@@ -1,4 +1,4 @@
-"""The storages a checkpoint's pickle speaks of, in persistent ids, and tensors' places in them."""
+"""Storages as persistent ids in a pickle describe them, and the ranges of tensors in them."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ _PID_FIELDS = 5
 
 @dataclass(frozen=True, slots=True)
 class StorageEntry:
-    """A storage, as a persistent id describes it, and where its bytes are.
+    """A storage, as a persistent id describes it, and the location of its bytes.
 
     Attributes:
         key: its name in the file (`data/<key>` in a zip).
         dtype: type of its elements; `uint8` where torch keeps bytes only.
         nbytes: size (bytes).
         location: the device it came from, such as `cpu` or `cuda:0`.
-        record: what errors call it.
-        offset: its first byte in the file, None if it is not there as it is.
-        held: bytes of it in the file.
+        record: its name in errors.
+        offset: its first byte in the file, None if it is missing or compressed.
+        held: bytes of it that the file holds.
         crc: CRC-32 of these, None if the file has none.
     """
 
@@ -113,15 +113,15 @@ def storage_entry(symbol: Persistent) -> StorageEntry | None:
     if kind != "storage" or len(pid) < _PID_FIELDS:
         raise CorruptCheckpointError("a persistent id that torch does not write")
     _, storage_type, key, location, numel = pid[:_PID_FIELDS]
-    name, place = _text(key), _text(location)
-    if type(storage_type) is not Global or name is None or place is None:
+    name, device = _text(key), _text(location)
+    if type(storage_type) is not Global or name is None or device is None:
         raise CorruptCheckpointError("a persistent id that torch does not write")
     dtype = _STORAGE_DTYPES.get(storage_type.name)
     if dtype is None:
         raise CorruptCheckpointError(f"unknown storage type {storage_type}", record=name)
     if type(numel) is not int or not 0 <= numel < 2**63:
         raise CorruptCheckpointError("a storage without a size", record=name)
-    return StorageEntry(name, dtype, numel * ITEM_BYTES[dtype], place)
+    return StorageEntry(name, dtype, numel * ITEM_BYTES[dtype], device)
 
 
 def storage_view(symbol: Persistent) -> int:

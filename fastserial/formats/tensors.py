@@ -1,7 +1,7 @@
 """What a checkpoint holds, read from its pickle without executing it.
 
 `outline` walks the symbols of a pickle and finds every tensor: its key in the state dict, dtype,
-shape, strides and place in a storage. Nested dictionaries, lists, objects and modules contribute
+shape, strides and range in a storage. Nested dictionaries, lists, objects and modules contribute
 their keys, joined by dots: `model.layers.0.weight`, `optimizer.state.3.exp_avg`.
 """
 
@@ -62,12 +62,12 @@ class TensorEntry:
     """A tensor in a checkpoint.
 
     Attributes:
-        key: its place in what was saved, such as `model.weight`; empty if it is all there is.
+        key: its path in what was saved, such as `model.weight`; empty if nothing else was saved.
         dtype: such as `float32`.
         shape, stride: in elements.
         storage: key of its storage, None if the file holds no bytes of it (meta tensors).
         storage_offset: first element in the storage.
-        nbytes: bytes of its elements, were they contiguous.
+        nbytes: bytes of its elements if they were contiguous.
         kind: `tensor`, `parameter`, `quantized`, or the name of the subclass.
     """
 
@@ -82,7 +82,7 @@ class TensorEntry:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First byte in the storage, and the first one after the last."""
+        """Its byte range in the storage: the first byte, and the one after the last."""
         size, packed = ITEM_BYTES[self.dtype], PACKED.get(self.dtype, 1)
         first = self.storage_offset // packed * size
         return first, first + -(-reach(self.shape, self.stride) // packed) * size
@@ -109,9 +109,9 @@ class Outline:
         globals: the names that unpickling would import.
         values: how many other values there are (numbers, strings, ...).
         problems: what is wrong with single tensors, by key.
-        unread: why only `torch.load` can make a tensor (conjugated, of a later torch's dtype), by
+        unread: why only `torch.load` can load a tensor (conjugated, a dtype of a later torch), by
             key.
-        complete: False if there was more than the limits allow to look at.
+        complete: False if the limits ended the search.
     """
 
     tensors: list[TensorEntry] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Outline:
 
     @property
     def notes(self) -> list[str]:
-        """What is wrong with the first tensors that are not in `tensors`, a sentence each."""
+        """Why tensors are not in `tensors`, a sentence for each of the first."""
         found = self.problems | self.unread
         notes = [
             f"tensor {key or '(root)'}: {why}" for key, why in islice(found.items(), _MOST_NOTES)
@@ -136,7 +136,7 @@ class Outline:
 
 
 class _Visit(NamedTuple):
-    """A value to look at, or (`leaving`) a container all of whose values have been."""
+    """A value to visit, or (`leaving`) a container whose values have all been visited."""
 
     key: str
     value: Any
@@ -193,7 +193,7 @@ def _walk(root: Any, found: Outline, limits: Limits) -> None:
 
 
 class _OnlyForTorchError(Exception):
-    """Only `torch.load` can make a tensor; the text says why."""
+    """Only `torch.load` can load a tensor; the text says why."""
 
 
 _Child = tuple[str, Any, str]
@@ -210,7 +210,7 @@ def _join(key: str, name: Any) -> str:
 
 
 def _text(name: Any) -> str:
-    """Return what a simple value reads like; others may take forever to write out."""
+    """Return a simple value as text; others may take forever to write out."""
     simple = type(name) in (str, float, bool, Global) or name is None
     return str(name) if simple or (type(name) is int and abs(name) < _LARGEST) else "?"
 
@@ -305,7 +305,7 @@ def _dtype(symbol: Any) -> str | None:
 
 
 def _is_conjugated_or_negated(arguments: tuple[Any, ...], at: int) -> bool:
-    """Return whether torch applies something to the elements when they are used."""
+    """Return whether torch applies an operation to the elements when they are used."""
     metadata = arguments[at] if at < len(arguments) else None
     items = metadata.items if type(metadata) is Mapping else []
     return len(items) > _MOST_METADATA or any(
@@ -372,7 +372,7 @@ def zip_outline(
         return None
     record = records[0]
     if len({(one.size, one.crc) for one in records}) > 1:
-        raise CorruptCheckpointError("several records bear this name, and differ", record=PICKLE)
+        raise CorruptCheckpointError("several records have this name, and differ", record=PICKLE)
     try:
         found = outline(decode(record_stream(source, record), limits), limits)
     except CheckpointFileError as error:
@@ -381,13 +381,13 @@ def zip_outline(
         raise
     by_name = {one.name: one for one in directory.records}
     for key, storage in found.storages.items():
-        place = by_name.get(f"data/{key}")
-        if place is not None:
+        held = by_name.get(f"data/{key}")
+        if held is not None:
             found.storages[key] = replace(
                 storage,
-                record=place.name,
-                offset=place.data_offset if place.is_stored else None,
-                held=place.size,
-                crc=place.crc or None,
+                record=held.name,
+                offset=held.data_offset if held.is_stored else None,
+                held=held.size,
+                crc=held.crc or None,
             )
     return found

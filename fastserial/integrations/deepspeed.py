@@ -10,9 +10,9 @@ or, before `deepspeed.initialize`, by configuration:
     fast.install()  # honours the section "fastserial" of DeepSpeed's config
     deepspeed.initialize(config={..., "fastserial": {"engine": "threads"}})
 
-Files and names are DeepSpeed's; stock DeepSpeed and stock torch read them. What differs: each file
-is written whole or not at all, and `latest` names a checkpoint only when the files of all ranks are
-on their devices. If one rank cannot save, all ranks raise and `latest` stays as it was.
+Files and names are DeepSpeed's; stock DeepSpeed and stock torch read them. The differences: each
+file is written whole or not at all, and `latest` names a checkpoint only when the files of all
+ranks are durable. If one rank cannot save, all ranks raise and `latest` is unchanged.
 
 `enable(engine, overlap=True)` writes the files while the next forward and backward pass run, and
 waits for them before the next optimizer step.
@@ -74,17 +74,17 @@ _log = logging.getLogger("fastserial")
 
 
 class CheckpointFailedError(FastserialError, RuntimeError):
-    """Another rank could not save its part of a checkpoint; `latest` is as it was."""
+    """Another rank could not save its part of a checkpoint; `latest` is unchanged."""
 
 
 class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no annotations there
     """Saves through fastserial, and fails on all ranks or on none.
 
-    An error in `save` is kept until `commit`, where the ranks tell each other: a rank that raised
-    at once would leave the others waiting for it.
+    An error in `save` is kept until `commit`, where the ranks exchange their errors: a rank that
+    raised at once would leave the others waiting.
 
-    With `overlap`, `save` returns early, and `commit` waits for the files. DeepSpeed calls it
-    before the next optimizer step; what else makes or reads a checkpoint calls it before.
+    With `overlap`, `save` returns early, and `commit` waits for the files. DeepSpeed calls `commit`
+    before the next optimizer step; other calls that write or read a checkpoint call it first.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         Args:
             options: as in `fastserial.Config`.
             zip_container: torch's zip format; False is the legacy one.
-            overlap: write beside training; how its tensors are taken, as in `save_async`.
+            overlap: write during training, with this kind of snapshot (`save_async`).
 
         Raises:
             ConfigError: an option has an unknown name or an impossible value.
@@ -118,7 +118,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         _engines.add(self)
 
     def is_decoupled(self) -> bool:
-        """Tell DeepSpeed whether to call `commit` before the next optimizer step only."""
+        """Return whether DeepSpeed calls `commit` only before the next optimizer step."""
         return self.overlap is not None
 
     def get_commit_info(self) -> CheckpointCommitInfo | None:
@@ -126,7 +126,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         return self.info if self._uncommitted else None
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Begin a checkpoint, after the one before is committed."""
+        """Start a checkpoint, once the previous one is committed."""
         self.conclude()
         self.info = info
         self._uncommitted = True
@@ -134,12 +134,12 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         self._folders = {os.path.abspath(info.save_dir)}
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder, whose name is made durable by `commit`."""
+        """Create a folder, whose entry `commit` makes durable."""
         os.makedirs(path, exist_ok=exist_ok)
         self._folders.add(os.path.abspath(path))
 
     def save(self, state_dict: object, path: str) -> None:
-        """Write one file, or start to. It is on its device after `commit`, or that raises."""
+        """Write one file, or start to. It is durable after `commit`, or that raises."""
         if self._failure is not None:
             return
         try:
@@ -169,7 +169,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
 
         Raises:
             CheckpointFailedError: another rank could not save.
-            Exception: what this rank could not save for.
+            Exception: this rank could not save.
         """
         saves, self._saves = self._saves, []
         for started in saves:
@@ -189,11 +189,11 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         return True
 
     def conclude(self) -> None:
-        """Commit what is not committed, and let `latest` name it. Every rank must call it.
+        """Commit the pending checkpoint, and let `latest` name it. Every rank must call it.
 
         Raises:
             CheckpointFailedError: another rank could not save.
-            Exception: what this rank could not save for.
+            Exception: this rank could not save.
         """
         info = self.get_commit_info()
         if info is None:
@@ -254,7 +254,7 @@ def _agree(failure: Exception | None, what: str) -> None:
     if failure is not None:
         raise failure
     failures = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-    raise CheckpointFailedError(f"{what} is not complete, `latest` is as it was. {failures}")
+    raise CheckpointFailedError(f"{what} is not complete, `latest` is unchanged. {failures}")
 
 
 def enable(engine: Any, /, *, overlap: bool | Kind = False, **options: Any) -> Any:
@@ -313,10 +313,10 @@ def _save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> Any:
-    """DeepSpeed's `save_checkpoint`, but `latest` is written by us: it truncates the old one."""
+    """Call DeepSpeed's method, but write `latest` ourselves: DeepSpeed truncates the old one."""
     stock = type(engine).save_checkpoint
     later = engine.checkpoint_engine.is_decoupled()
-    by_stock = save_latest and later  # then it only notes that
+    by_stock = save_latest and later  # then DeepSpeed only records that
     done = stock(engine, save_dir, tag, client_state or {}, by_stock, exclude_frozen_parameters)
     if save_latest and not later:
         engine.checkpoint_engine.write_latest(save_dir)
@@ -324,7 +324,7 @@ def _save_checkpoint(
 
 
 def _copy_recovery_script(engine: Any, save_path: str) -> None:
-    """DeepSpeed's, but a full disk must not stop rank 0 alone."""
+    """Call DeepSpeed's method, but let a full disk fail on all ranks, not on rank 0 alone."""
     try:
         type(engine)._copy_recovery_script(engine, save_path)
     except OSError as error:
@@ -332,20 +332,20 @@ def _copy_recovery_script(engine: Any, save_path: str) -> None:
 
 
 def _commit_decoupled_checkpoint(engine: Any) -> None:
-    """DeepSpeed's, which it calls before an optimizer step, but `latest` is written by us."""
+    """Replace DeepSpeed's method, which it calls before an optimizer step: we write `latest`."""
     engine.checkpoint_engine.conclude()
 
 
 def _load_checkpoint(engine: Any, *arguments: Any, **named: Any) -> Any:
-    """DeepSpeed's `load_checkpoint`, once what was saved before can be loaded."""
+    """Call DeepSpeed's method once the pending checkpoint is committed."""
     engine.checkpoint_engine.conclude()
     return type(engine).load_checkpoint(engine, *arguments, **named)
 
 
 def _steady(reference: weakref.ref[Any]) -> set[int]:
-    """Return the identities of the storages that nothing but an optimizer step changes.
+    """Return the identities of the storages that only optimizer steps change.
 
-    Under ZeRO 3 parameters are gathered and given up while training goes on.
+    Under ZeRO 3, training gathers and releases parameters between steps.
     """
     engine = reference()
     if engine is None:
@@ -404,14 +404,14 @@ def _configure(engine: Any) -> None:
             UserWarning,
             stacklevel=2,
         )
-    # Its writers need not be there, and must not decide which ranks save.
+    # DeepSpeed's writers may be missing, and must not decide which ranks save.
     engine._config.checkpoint_config = {**engine._config.checkpoint_config, "writer": None}
     _original(engine)
     enable(engine, **options)
 
 
 def _take_writer(settings: Mapping[str, Any], options: dict[str, Any]) -> list[str]:
-    """Let options mean what DeepSpeed's section "checkpoint.writer" says.
+    """Set options from DeepSpeed's section "checkpoint.writer".
 
     Returns:
         The keys that have no effect: others than DeepSpeed's, and values that contradict ours.
@@ -437,7 +437,7 @@ def _take_writer(settings: Mapping[str, Any], options: dict[str, Any]) -> list[s
 
 
 def _take_aio(settings: Mapping[str, Any], options: dict[str, Any]) -> list[str]:
-    """Let the engine `deepspeed` have the section "aio"; return the keys that have no effect."""
+    """Set the engine `deepspeed` from the section "aio"; return the keys that have no effect."""
     aio = settings.get("aio")
     if not isinstance(aio, Mapping) or not aio:
         return []
@@ -452,7 +452,7 @@ def _take_aio(settings: Mapping[str, Any], options: dict[str, Any]) -> list[str]
 
 
 def _section(value: Any) -> dict[str, Any] | None:
-    """Return the options in a section of the config, None if it asks for nothing.
+    """Return the options in a section of the config, None if it is missing or disabled.
 
     Raises:
         ConfigError: it is neither a truth value nor options.

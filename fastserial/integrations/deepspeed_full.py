@@ -1,4 +1,4 @@
-"""One ordinary torch file of a DeepSpeed engine under ZeRO 1, 2 or 3, from all ranks, and back.
+"""One ordinary torch file for a DeepSpeed engine under ZeRO 1, 2 or 3, written by all ranks.
 
 With the optimizer the file holds a dict:
 
@@ -7,7 +7,7 @@ With the optimizer the file holds a dict:
     optimizer     {"state": {name: {...}}, "param_groups": [...]}, by parameters' names, as torch's
                   get_optimizer_state_dict gives it for a whole model
     lr_scheduler, loss_scaler, global_steps, global_samples, skipped_steps
-                  what else the engine needs to go on
+                  what else the engine needs to continue
     client_state  yours
 
 Without it, the state dict alone.
@@ -19,7 +19,6 @@ import os
 import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,17 +26,17 @@ from deepspeed import comm as dist
 
 from fastserial import config, distributed
 from fastserial.distributed import FlatShard
-from fastserial.distributed.onefile.orders import Writers
+from fastserial.distributed.onefile.decision import Writers
 from fastserial.distributed.onefile.saver import TIMEOUT
 from fastserial.distributed.ranks.group import collective, node_name
 from fastserial.distributed.sharding.file_index import FileTensor, index_of_file
 from fastserial.errors import ConfigError, LoadMismatchError
-from fastserial.integrations.deepspeed_shards import Shards, Trained
+from fastserial.integrations.deepspeed_shards import EngineShards, TrainedParameter
 from fastserial.reports import SaveReport
 
 __all__ = ["load_full", "save_full", "writers_of"]
 
-_SHOWN = 20  # keys that an error tells
+_SHOWN = 20  # keys in an error
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _SOCKETS = 2  # of a machine, as DeepSpeed counts them
@@ -53,13 +52,13 @@ def save_full(
     writers: Writers | None = None,
     timeout: float = TIMEOUT,
 ) -> SaveReport:
-    """Write one torch file of an engine, from all ranks, none of which holds the whole. Collective.
+    """Write one torch file of an engine; no rank holds the whole state. Collective.
 
     Args:
         engine: what `deepspeed.initialize` returned, under ZeRO 1, 2 or 3.
-        path: on a file system that all ranks see.
-        optimizer: with the optimizer's state and all that is needed to go on (`load_full`); else
-            the file is the module's state dict alone.
+        path: on a file system that all ranks share.
+        optimizer: with the optimizer's state and all that `load_full` needs to continue; else the
+            file is the module's state dict alone.
         master: the weights are the fp32 master weights, as `zero_to_fp32.py` gives them; False:
             those of the module, as `save_16bit_model` gives them; only without the optimizer.
         client_state: values of your own for the file.
@@ -71,7 +70,7 @@ def save_full(
         What `distributed.save` returns.
 
     Raises:
-        ConfigError: the engine's state is kept in a way that one file cannot hold; says which.
+        ConfigError: one file cannot hold the engine's state; says why.
         DistributedError: any rank failed; the previous file is intact.
     """
     if optimizer and not master:
@@ -79,7 +78,7 @@ def save_full(
     if client_state and not optimizer:
         raise ValueError("without the optimizer the file is a state dict, without client_state")
     with collective(None, timeout):
-        shards = Shards(engine)
+        shards = EngineShards(engine)
         state = shards.weights(master, in_place=False)
         if optimizer:
             state = {
@@ -104,7 +103,7 @@ def load_full(
 ) -> dict[str, Any]:
     """Load a file of `save_full` into an engine, on any number of ranks. Collective.
 
-    A state dict alone, from whomever, loads as well: then the weights are all that changes.
+    A state dict alone, from any program, loads as well: then only the weights change.
 
     Args:
         engine: what `deepspeed.initialize` returned, under ZeRO 1, 2 or 3, not necessarily that
@@ -120,37 +119,39 @@ def load_full(
     Raises:
         ConfigError: see `save_full`.
         LoadMismatchError: the file does not fit.
-        DistributedError: a rank failed. If bytes were moving, it says so: load again.
+        DistributedError: a rank failed. If the engine is partly filled, it says so: load again.
     """
     name = os.fspath(path)
 
     def read(_: Sequence[bytes]) -> bytes:
         with open(name, "rb") as file:
-            return pickle.dumps(_outline(index_of_file(file.fileno(), name).value, name))
+            return pickle.dumps(index_of_file(file.fileno(), name).value)
 
     with collective(None, timeout) as ranks:
-        shards = Shards(engine)
-        outline: _Outline = pickle.loads(ranks.consult(b"", read))  # as rank 0 sees the file
-        filling = _Filling(engine, shards, outline, optimizer and outline.states is not None)
+        shards = EngineShards(engine)
+        value = pickle.loads(ranks.consult(b"", read))  # as rank 0 sees the file
+        if not isinstance(value, Mapping):
+            raise LoadMismatchError(f"{path} holds a {type(value).__name__}, not a state dict")
+        loading = _EngineLoad(engine, shards, value, optimizer)
         if strict:
-            filling.compare(name)
+            loading.compare(name)
     shards.gathered(False)
     try:
         with _options(engine), torch.no_grad():
-            distributed.load(path, filling.into, strict=False, cast=True, timeout=timeout)
+            distributed.load(path, loading.into, strict=False, cast=True, timeout=timeout)
             with collective(None, timeout):
-                filling.give_extra_state()
+                loading.give_extra_state()
             with collective(None, timeout):
-                filling.finish()
-    except LoadMismatchError:  # of other errors a rank may have died
+                loading.finish()
+    except LoadMismatchError:  # after other errors a rank may be gone
         shards.gathered(True)
         raise
     shards.gathered(True)
-    return filling.client_state
+    return loading.client_state
 
 
 def writers_of(engine: Any) -> Writers:
-    """Return who writes, by DeepSpeed's configuration of its own writer. Collective."""
+    """Return who writes, from DeepSpeed's configuration of its own writer. Collective."""
     section = (engine._config._param_dict.get("checkpoint") or {}).get("writer") or {}
     how = str(section.get("data_parallel") or "replica").lower()
     if how == "machine":
@@ -163,12 +164,12 @@ def writers_of(engine: Any) -> Writers:
 
 
 def _options(engine: Any) -> Any:
-    """Put in force what `enable` was given."""
+    """Return a context with the options of `enable`."""
     options = getattr(engine.checkpoint_engine, "options", None)
     return config.options(**options) if isinstance(options, dict) else nullcontext()
 
 
-def _optimizer_state(shards: Shards) -> dict[str, Any]:
+def _optimizer_state(shards: EngineShards) -> dict[str, Any]:
     """Return the optimizer's state by the names of the parameters."""
     state: dict[str, Any] = {}
     for one in shards.trained:
@@ -182,7 +183,7 @@ def _optimizer_state(shards: Shards) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _state_of(one: Trained, value: Any) -> Any:
+def _state_of(one: TrainedParameter, value: Any) -> Any:
     """Return an entry of a partition's state as that of a parameter.
 
     Raises:
@@ -191,7 +192,7 @@ def _state_of(one: Trained, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.numel() == one.partition.numel() and value.dim():
-        return one.place.of(value)
+        return one.range.of(value)
     if value.numel() != 1:
         raise ConfigError(
             f"the optimizer keeps a state of shape {tuple(value.shape)}, which is not of the "
@@ -202,7 +203,7 @@ def _state_of(one: Trained, value: Any) -> Any:
 
 
 def _progress(engine: Any) -> dict[str, Any]:
-    """Return what else an engine needs to go on."""
+    """Return what else an engine needs to continue."""
     scheduler = engine.lr_scheduler
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return {
@@ -216,79 +217,51 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if isinstance(value, int | float)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Outline:
-    """What a file holds.
-
-    Attributes:
-        full: it has the module beside other things; else it is the module's state dict.
-        keys: of the module's state dict.
-        states: of each parameter's name, the optimizer's state: a dtype where it is a tensor of
-            the parameter's size. None: the file has no optimizer.
-        others: keys beside the module and the optimizer.
-    """
-
-    full: bool
-    keys: list[str]
-    states: dict[str, dict[str, torch.dtype | None]] | None
-    others: list[str]
-
-
-def _outline(value: Any, path: str) -> _Outline:
-    if not isinstance(value, Mapping):
-        raise LoadMismatchError(f"{path} holds a {type(value).__name__}, no state dict")
-    module = value.get("module")
-    if not isinstance(module, Mapping):
-        return _Outline(False, list(value), None, [])
-    others = [key for key in value if key not in ("module", "optimizer")]
-    optimizer = value.get("optimizer")
-    if not isinstance(optimizer, Mapping):
-        return _Outline(True, list(module), None, others)
-    entries = optimizer["state"]
-    # Whether an entry is of the parameter's size a parameter of one element does not tell.
-    divided = {
-        key
-        for state in entries.values()
-        for key, item in state.items()
-        if isinstance(item, FileTensor) and item.shape
-    }
-    states = {
-        name: {key: item.dtype if key in divided else None for key, item in state.items()}
-        for name, state in entries.items()
-    }
-    return _Outline(True, list(module), states, others)
-
-
-class _Filling:
-    """An engine that is being filled.
+class _EngineLoad:
+    """A load into an engine.
 
     Attributes:
         into: for `distributed.load`.
     """
 
-    def __init__(self, engine: Any, shards: Shards, outline: _Outline, optimizer: bool) -> None:
+    def __init__(
+        self, engine: Any, shards: EngineShards, value: Mapping[str, Any], optimizer: bool
+    ) -> None:
+        """Prepare what is to be filled.
+
+        Args:
+            value: what the file holds, with a `FileTensor` for each tensor: the module, the
+                optimizer and others, or a module's state dict alone.
+            optimizer: fill the optimizer, if the file has one.
+        """
         self._engine = engine
         self._shards = shards
-        self._outline = outline
-        self._optimizer = optimizer
+        module, states = value.get("module"), value.get("optimizer")
+        self._is_full = isinstance(module, Mapping)
+        self._keys = set(module if isinstance(module, Mapping) else value)
         self._weights = shards.weights(master=True, in_place=True)
         self._loose = [
             key
-            for key, value in self._weights.items()
-            if not isinstance(value, torch.Tensor | FlatShard)
+            for key, one in self._weights.items()
+            if not isinstance(one, torch.Tensor | FlatShard)
         ]
         self._new: dict[torch.Tensor, dict[str, Any]] = {}
         self.into: dict[str, Any] = self._weights
-        if outline.full:
-            self.into = {"module": self._weights, **dict.fromkeys(outline.others)}
-        if optimizer:
-            self.into["optimizer"] = {"state": self._states(), "param_groups": None}
+        if self._is_full:
+            self.into = {**dict.fromkeys(value), "module": self._weights}
+            self.into.pop("optimizer", None)
+        self._kinds: dict[str, dict[str, torch.dtype | None]] | None = None
+        if self._is_full and optimizer and isinstance(states, Mapping):
+            self._kinds = _kinds_of(states["state"])
+            self.into["optimizer"] = {"state": self._states(self._kinds), "param_groups": None}
 
-    def _states(self) -> dict[str, dict[str, Any]]:
+    def _states(
+        self, kinds_of: Mapping[str, Mapping[str, torch.dtype | None]]
+    ) -> dict[str, dict[str, Any]]:
         """Return each parameter's part of the optimizer's state; new where there is none yet."""
         states: dict[str, dict[str, Any]] = {}
         for one in self._shards.trained:
-            kinds = (self._outline.states or {}).get(one.name)
+            kinds = kinds_of.get(one.name)
             new = self._new.setdefault(one.partition, {})
             if kinds is None:
                 continue
@@ -297,7 +270,7 @@ class _Filling:
                 if key not in new:
                     new[key] = None if dtype is None else _room(own.get(key), one.partition, dtype)
             states[one.name] = {
-                key: None if dtype is None else one.place.of(new[key])
+                key: None if dtype is None else one.range.of(new[key])
                 for key, dtype in kinds.items()
             }
         return states
@@ -308,12 +281,12 @@ class _Filling:
         Raises:
             LoadMismatchError: they are not the same.
         """
-        mine, outline = dict.fromkeys(self._weights), self._outline
-        lines = [f"not in the file: {key}" for key in mine.keys() - set(outline.keys)]
-        lines += [f"only in the file: {key}" for key in set(outline.keys) - mine.keys()]
-        if self._optimizer and outline.states:
+        mine = self._weights.keys()
+        lines = [f"not in the file: {key}" for key in mine - self._keys]
+        lines += [f"only in the file: {key}" for key in self._keys - mine]
+        if self._kinds:
             names = {one.name for one in self._shards.trained}
-            theirs = outline.states.keys()
+            theirs = self._kinds.keys()
             lines += [f"not in the file: optimizer.state.{name}" for name in names - theirs]
             lines += [f"only in the file: optimizer.state.{name}" for name in theirs - names]
         if lines:
@@ -323,20 +296,20 @@ class _Filling:
 
     @property
     def client_state(self) -> dict[str, Any]:
-        found = self.into.get("client_state") if self._outline.full else None
+        found = self.into.get("client_state") if self._is_full else None
         return found if isinstance(found, dict) else {}
 
     def give_extra_state(self) -> None:
-        """Let the module load what is no tensor."""
+        """Let the module load its values that are not tensors."""
         if self._loose:
             extra = {key: self._weights[key] for key in self._loose}
             self._engine.module.load_state_dict(extra, strict=False)
 
     def finish(self) -> None:
-        """Let the module have its weights, and take over what is no memory of the engine's."""
+        """Update the module's weights, and take the values that were not filled in place."""
         shards = self._shards
         shards.spread()
-        if not self._optimizer:
+        if self._kinds is None:
             return
         optimizer = self.into["optimizer"]
         for one in shards.trained:
@@ -350,34 +323,49 @@ class _Filling:
         for group, names in zip(shards.base.param_groups, shards.groups(), strict=True):
             theirs = groups.get(names[0], {}) if names else {}
             group.update({key: value for key, value in theirs.items() if key != "params"})
-        self._go_on()
+        self._restore_progress()
 
-    def _take(self, one: Trained, key: str, value: Any) -> None:
-        """Take a value that the parameters of a partition share: a count of steps, say."""
+    def _take(self, one: TrainedParameter, key: str, value: Any) -> None:
+        """Take a value that the parameters of a partition share, such as a count of steps."""
         known = self._new[one.partition][key]
         if known is not None and bool(known != value):
             raise LoadMismatchError(
                 f"optimizer.state.{one.name}.{key} is {value} in the file, that of another "
-                f"parameter of its group is {known}; under ZeRO they have one. What was to be "
-                "filled is filled in part"
+                f"parameter of its group is {known}; under ZeRO they share one. The engine is "
+                "partly filled"
             )
         self._new[one.partition][key] = value
 
-    def _go_on(self) -> None:
+    def _restore_progress(self) -> None:
         engine, into = self._engine, self.into
         if engine.lr_scheduler is not None and into.get("lr_scheduler") is not None:
             engine.lr_scheduler.load_state_dict(into["lr_scheduler"])
         scaler = getattr(engine.optimizer, "loss_scaler", None)
         saved = into.get("loss_scaler")
         if scaler is not None and saved and saved.keys() == _plain(vars(scaler)).keys():
-            vars(scaler).update(saved)  # of the same kind: fp16 has another one than bf16
+            vars(scaler).update(saved)  # of the same class: fp16 and bf16 have different ones
         for name in _COUNTERS:
             if into.get(name) is not None:
                 setattr(engine, name, into[name])
 
 
+def _kinds_of(states: Mapping[str, Any]) -> dict[str, dict[str, torch.dtype | None]]:
+    """Return the optimizer's state by parameters: the dtype of tensors of the parameter's size."""
+    # A parameter of one element does not show whether an entry has its size; others do.
+    divided = {
+        key
+        for state in states.values()
+        for key, item in state.items()
+        if isinstance(item, FileTensor) and item.shape
+    }
+    return {
+        name: {key: item.dtype if key in divided else None for key, item in state.items()}
+        for name, state in states.items()
+    }
+
+
 def _room(own: Any, partition: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory for an optimizer's state of a partition: its own, if it has it."""
+    """Return memory for an optimizer's state of a partition: the existing one, if there is one."""
     if isinstance(own, torch.Tensor) and own.shape == partition.shape:
         return own
     return torch.zeros_like(partition, dtype=dtype, requires_grad=False)

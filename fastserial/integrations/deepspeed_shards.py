@@ -1,7 +1,7 @@
 """What a rank of a DeepSpeed engine holds under ZeRO 1, 2 and 3: ranges of flattened parameters.
 
 Each parameter's fp32 master weights and optimizer states are ranges of flat partitions, one for
-each parameter group (or for parts of one). Here they get names, shapes and places.
+each parameter group, or for parts of one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from fastserial.distributed import FlatShard
 from fastserial.errors import ConfigError
 
-__all__ = ["Range", "Shards", "Trained"]
+__all__ = ["EngineShards", "FlatRange", "TrainedParameter"]
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class FlatRange:
     """What this rank holds of a tensor: a range of a flat buffer.
 
     Attributes:
@@ -43,7 +43,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trained:
+class TrainedParameter:
     """A parameter that the optimizer steps.
 
     Attributes:
@@ -51,17 +51,17 @@ class Trained:
         parameter: the module's.
         group: number of its parameter group.
         partition: this rank's flat fp32 master weights, of which it is a range.
-        place: which range.
+        range: which range of it.
     """
 
     name: str
     parameter: torch.nn.Parameter
     group: int
     partition: torch.Tensor
-    place: Range
+    range: FlatRange
 
 
-class Shards:
+class EngineShards:
     """What this rank holds of an engine's module and optimizer.
 
     Attributes:
@@ -70,10 +70,10 @@ class Shards:
     """
 
     def __init__(self, engine: Any) -> None:
-        """Look into an engine.
+        """Find the shards of an engine.
 
         Raises:
-            ConfigError: it keeps its state in another way; says in which.
+            ConfigError: it keeps its state in an unsupported way; says which.
         """
         _check(engine)
         self._optimizer = engine.optimizer
@@ -83,11 +83,11 @@ class Shards:
         names = {id(value): name for name, value in self._module.named_parameters()}
         find = self._partitioned if self._stage3 else self._flattened
         self.trained = [
-            Trained(names[id(parameter)], parameter, group, partition, place)
+            TrainedParameter(names[id(parameter)], parameter, group, partition, place)
             for parameter, group, partition, place in find()
         ]
 
-    def _flattened(self) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor, Range]]:
+    def _flattened(self) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor, FlatRange]]:
         """Yield the parameters under ZeRO 1 and 2: each group is one buffer, cut in equal parts."""
         optimizer = self._optimizer
         if hasattr(optimizer, "bf16_groups"):
@@ -103,20 +103,20 @@ class Shards:
             size = partition.numel()
             begin = dist.get_rank(group=optimizer.real_dp_process_group[number]) * size
             for parameter in group:
-                # Not by adding up sizes: there are paddings and orders (round_robin_gradients).
+                # Adding up sizes would be wrong: there is padding, and round_robin_gradients.
                 if parameter.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
                     raise ConfigError(
-                        "a parameter is not where ZeRO put it: call reload_states() first, if the "
+                        "a parameter is not in ZeRO's flat buffer: call reload_states() if the "
                         "engine's states were offloaded"
                     )
                 offset = parameter.storage_offset() - flat.storage_offset()
                 first, stop = max(offset, begin), min(offset + parameter.numel(), begin + size)
-                place = Range(tuple(parameter.shape), 0, 0, 0)
+                place = FlatRange(tuple(parameter.shape), 0, 0, 0)
                 if first < stop:
-                    place = Range(place.shape, first - offset, stop - first, first - begin)
+                    place = FlatRange(place.shape, first - offset, stop - first, first - begin)
                 yield parameter, number, partition, place
 
-    def _partitioned(self) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor, Range]]:
+    def _partitioned(self) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor, FlatRange]]:
         """Yield the parameters under ZeRO 3: each is cut in equal parts, the last one padded."""
         optimizer = self._optimizer
         for number, (group, partition) in enumerate(
@@ -129,19 +129,19 @@ class Shards:
                 yield parameter, optimizer.sub_group_to_group_id[number], partition, place
 
     def weights(self, master: bool, in_place: bool) -> dict[str, Any]:
-        """Return the module's state dict, with shards where this rank has no more.
+        """Return the module's state dict, with shards where this rank has only a part.
 
         Args:
             master: the fp32 master weights of what is trained; else the module's own.
-            in_place: all of it is the engine's memory; else buffers are in fp32 beside master
-                weights, as `zero_to_fp32.py` has them.
+            in_place: return the engine's memory only; else convert buffers to fp32 with master
+                weights, as by `zero_to_fp32.py`.
         """
         shards: dict[int, Any] = {}
         for one in self.trained:
             if master:
-                shards[id(one.parameter)] = one.place.of(one.partition)
+                shards[id(one.parameter)] = one.range.of(one.partition)
             elif not self._stage3:
-                own = replace(one.place, at=one.place.start)
+                own = replace(one.range, at=one.range.start)
                 shards[id(one.parameter)] = own.of(one.parameter)
         state: dict[str, Any] = self._module.state_dict(keep_vars=True)
         for key, value in state.items():
@@ -168,7 +168,7 @@ class Shards:
         return found
 
     def spread(self) -> None:
-        """Let the module have what the master weights are now. Collective."""
+        """Copy the master weights into the module. Collective."""
         optimizer = self._optimizer
         if not self._stage3:
             optimizer.update_lp_params()
@@ -177,14 +177,14 @@ class Shards:
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
 
     def link(self) -> None:
-        """Tell DeepSpeed that the optimizer's states may be other tensors now."""
+        """Let DeepSpeed link the optimizer's states again, which may be new tensors."""
         if not self._stage3:
             self._optimizer._hp_optimizer_states_linked = False
             if all(self.base.state.values()):
                 self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def gathered(self, gather: bool) -> None:
-        """Under ZeRO 3, free the parameters that are there as a whole, or get them. Collective."""
+        """Under ZeRO 3, free or fetch the parameters that are kept whole. Collective."""
         if self._stage3:
             optimizer = self._optimizer
             step: Callable[[], None] = (
@@ -195,12 +195,12 @@ class Shards:
             step()
 
 
-def _part(parameter: Any, at: int) -> Range:
-    """Return the range of a parameter of ZeRO 3 that this rank holds, `at` in some buffer."""
+def _part(parameter: Any, at: int) -> FlatRange:
+    """Return the range of a parameter of ZeRO 3 that this rank holds, `at` in a buffer."""
     _check_group(parameter.ds_process_group)
     size = parameter.ds_tensor.ds_numel
     start = min(dist.get_rank(group=parameter.ds_process_group) * size, parameter.ds_numel)
-    return Range(tuple(parameter.ds_shape), start, min(size, parameter.ds_numel - start), at)
+    return FlatRange(tuple(parameter.ds_shape), start, min(size, parameter.ds_numel - start), at)
 
 
 def _check_group(group: Any) -> None:
@@ -213,7 +213,7 @@ def _check_group(group: Any) -> None:
 
 
 def _check(engine: Any) -> None:
-    """Raise ConfigError for an engine that is not understood."""
+    """Raise ConfigError for an unsupported engine."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() not in (1, 2, 3) or optimizer is None:
         text = (

@@ -7,7 +7,7 @@
 
 They write what `torch.save` writes, byte for byte, in either format, whether or not
 `fastserial.install()` was called. With a `group`, its ranks write one file together. Without a
-handle the engine in force is used (`threads` by default) and DeepSpeed need not be installed.
+handle the configured engine is used (`threads` by default) and DeepSpeed need not be installed.
 """
 
 from __future__ import annotations
@@ -63,17 +63,16 @@ def fastpersist_save(
     """Write what `torch.save(obj, file_path)` writes (the zip format), at the disk's speed.
 
     Args:
-        aio_handle: from `get_aio_handle`; None for the engine in force.
+        aio_handle: from `get_aio_handle`; None for the configured engine.
         pinned_buffer: from `get_pinned_buffer`; staging memory for `aio_handle`.
         use_gds: an error; for GPUDirect Storage there is the option `transfer="gds"`.
         show_stats: print the statistics to standard output, as DeepSpeedExamples does.
         double_buffer: fill one half of the buffer while the other half is written.
-        num_parallel_writers: how many ranks of `group` write. Without a group it is 1, whatever
-            is given: the file is always whole. DeepSpeedExamples' default of 8 makes its legacy
-            file one eighth of the data.
-        group: ranks that all call this with one path and write one file together, which loads as
-            any other, as `fastserial.distributed.save` does; `torch.distributed.group.WORLD` is
-            all of them.
+        num_parallel_writers: how many ranks of `group` write. Without a group it is ignored: the
+            file is always whole. DeepSpeedExamples' default of 8 makes its legacy file one
+            eighth of the data.
+        group: the ranks that call this with one path and write one file together, as with
+            `fastserial.distributed.save`; `torch.distributed.group.WORLD` is all ranks.
 
     Returns:
         `total_bytes`, `total_secs`, `total_GB/s`, `write_secs` (writing, syncing and renaming,
@@ -88,7 +87,7 @@ def fastpersist_save(
     options = FastFileWriterConfig(aio_handle, pinned_buffer, double_buffer)
     if group is None:
         return _save(obj, file_path, options, use_gds, show_stats, True, 2)
-    with _in_force(options, use_gds):
+    with _options_of(options, use_gds):
         report = distributed.save(obj, file_path, group=group, writers=num_parallel_writers)
     own = report.seconds - report.phases.get("plan", 0.0)
     return _statistics({}, report.path, report.bytes, report.seconds, own, show_stats)
@@ -125,7 +124,7 @@ def _save(
 ) -> Statistics:
     path = os.fspath(file_path)
     began = perf_counter()
-    with _in_force(options, use_gds):
+    with _options_of(options, use_gds):
         writer = write(obj, path, zip_container=zip_container, pickle_protocol=protocol)
     seconds = perf_counter() - began
     if writer is None or writer.report is None:  # torch wrote the file
@@ -136,8 +135,8 @@ def _save(
 
 
 @contextlib.contextmanager
-def _in_force(options: FastFileWriterConfig, use_gds: bool) -> Iterator[None]:
-    """Put in force what a handle and a buffer say.
+def _options_of(options: FastFileWriterConfig, use_gds: bool) -> Iterator[None]:
+    """Apply the options of a handle and a buffer during the body.
 
     Raises:
         EngineUnavailableError: they cannot be used here.
@@ -154,14 +153,14 @@ def _in_force(options: FastFileWriterConfig, use_gds: bool) -> Iterator[None]:
 def _refuse_gds(use_gds: bool) -> None:
     if use_gds:
         raise EngineUnavailableError(
-            'use_gds is for handles of DeepSpeed\'s; for GPUDirect Storage set transfer="gds"'
+            'use_gds needs a handle of DeepSpeed; for GPUDirect Storage set transfer="gds"'
         )
 
 
 def _statistics(
     statistics: Statistics, path: str, nbytes: int, seconds: float, own: float, show: bool
 ) -> Statistics:
-    """Return statistics of a save; `own` seconds of it without pickling."""
+    """Return statistics of a save; `own` is the time without pickling (seconds)."""
     statistics |= {
         "path": path,
         "write_secs": own,
@@ -182,12 +181,12 @@ def get_aio_handle(
     overlap_events: bool = True,
     intra_op_parallelism: int = 4,
 ) -> Any:
-    """Return DeepSpeed's `aio_handle` with these settings. It may serve any number of saves.
+    """Return DeepSpeed's `aio_handle` with these settings, for any number of saves.
 
     Args:
         block_size: bytes of one kernel request.
         queue_depth: kernel requests in flight per thread.
-        intra_op_parallelism: threads each transfer is divided among.
+        intra_op_parallelism: threads that share each transfer.
 
     Raises:
         EngineUnavailableError: DeepSpeed's op cannot run here; says what is missing.
@@ -204,7 +203,7 @@ def get_pinned_buffer(
     """Return a byte tensor of `size_mb` MiB that stays in memory: pinned, or locked on CPU.
 
     Raises:
-        ConfigError: `size_mb` is no whole number, or less than 1.
+        ConfigError: `size_mb` is not a whole number, or less than 1.
         EngineUnavailableError: this much memory may not be locked (`ulimit -l`), or there is
             neither a GPU nor DeepSpeed to lock it with; or `use_gds`, as `fastpersist_save`.
     """

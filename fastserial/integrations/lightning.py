@@ -4,10 +4,10 @@
 
     trainer = Trainer(plugins=[FastCheckpointIO()])
 
-`FastAsyncCheckpointIO` writes beside training. Both take the place of `TorchCheckpointIO` and
-`AsyncCheckpointIO`, with `lightning` and with `pytorch_lightning`: the files are the same, byte for
-byte, but durable, and made without a copy of the whole state in memory. URLs (`s3://`, ...) and a
-torch without a patch are left to Lightning. No `install()` is needed.
+`FastAsyncCheckpointIO` writes during training. They replace `TorchCheckpointIO` and
+`AsyncCheckpointIO`, of `lightning` and of `pytorch_lightning`: the files are the same, byte for
+byte, but durable, and made without a copy of the whole state in memory. Lightning itself handles
+URLs (`s3://`, ...) and a torch without a patch. No `install()` is needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["FastAsyncCheckpointIO", "FastCheckpointIO"]
 
 _FABRIC = ("lightning.fabric", "lightning_fabric")
 TRAINER = ("lightning.pytorch", "pytorch_lightning")
-_PREFIX = "archive"  # what torch calls the archive in a BytesIO, which Lightning has it write
+_PREFIX = "archive"  # torch's name for an archive in a BytesIO, which Lightning saves to
 _log = logging.getLogger("fastserial")
 
 Path = str | os.PathLike[str]
@@ -48,7 +48,7 @@ def _in_memory(storage: Any, location: str) -> Any:
 class FastCheckpointIO:
     """Saves and loads as Lightning's `TorchCheckpointIO` does, at the speed of the disk.
 
-    A save returns when the file is on the device; until then the path holds the previous one.
+    A save returns when the file is durable; until then the path has the previous one.
     """
 
     def __init__(self, *, verify: bool | None = None) -> None:
@@ -63,21 +63,21 @@ class FastCheckpointIO:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Path, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint; a file or link that is there is replaced as a whole.
+        """Write a checkpoint; an existing file or link is replaced as a whole.
 
-        A file that fastserial cannot replace is Lightning's to write: from memory, as it always
-        does, so that an object that cannot be pickled leaves the old file.
+        If fastserial cannot replace the file, Lightning writes it: it pickles into memory first, so
+        that an object that cannot be pickled leaves the old file.
 
         Raises:
             WriteError: the file cannot be written; the previous one is intact.
-            TypeError: `storage_options` are given, which no plugin but a custom one takes.
+            TypeError: `storage_options` are given, which Lightning's plugins refuse, too.
         """
-        place = local_path(path)
-        if place is None or storage_options is not None or patched("_save") is None:
+        local = local_path(path)
+        if local is None or storage_options is not None or patched("_save") is None:
             self._save_elsewhere(checkpoint, path, storage_options)
             return
-        make_folder(place)
-        self._write(checkpoint, place)
+        make_folder(local)
+        self._write(checkpoint, local)
 
     def load_checkpoint(
         self,
@@ -95,45 +95,45 @@ class FastCheckpointIO:
             state: not used; Lightning passes it to plugins that load in place.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: it does not exist.
             CorruptCheckpointError: it is damaged (`verify`).
-            Exception: whatever `torch.load` raises.
+            Exception: those of `torch.load`.
         """
-        place = local_path(path)
-        if place is None:
+        local = local_path(path)
+        if local is None:
             stock = self._lightnings_own()
             return stock.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
-        if not os.path.exists(place):
+        if not os.path.exists(local):
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         return load(
-            place, map_location=map_location, weights_only=weights_only, verify=self._verify
+            local, map_location=map_location, weights_only=weights_only, verify=self._verify
         )
 
     def remove_checkpoint(self, path: Path) -> None:
-        """Remove a checkpoint, a file or a folder, if it is there.
+        """Remove a checkpoint, a file or a folder, if it exists.
 
         Raises:
             OSError: it cannot be removed.
         """
-        place = local_path(path)
-        if place is None:
+        local = local_path(path)
+        if local is None:
             self._lightnings_own().remove_checkpoint(path)
         else:
-            _remove(place)
+            _remove(local)
 
     def teardown(self) -> None:
-        """Do nothing: nothing is left to do."""
+        """Do nothing: every save has ended."""
 
-    def _write(self, checkpoint: dict[str, Any], place: str) -> None:
+    def _write(self, checkpoint: dict[str, Any], local: str) -> None:
         write(
             checkpoint,
-            place,
+            local,
             prefix=_PREFIX,
-            otherwise=lambda: self._lightnings_own().save_checkpoint(checkpoint, place),
+            otherwise=lambda: self._lightnings_own().save_checkpoint(checkpoint, local),
         )
 
     def _save_elsewhere(self, checkpoint: dict[str, Any], path: Path, options: Any) -> None:
-        """Leave a save to Lightning."""
+        """Let Lightning save."""
         self._lightnings_own().save_checkpoint(checkpoint, path, storage_options=options)
 
     def _lightnings_own(self) -> Any:
@@ -143,12 +143,12 @@ class FastCheckpointIO:
 
 
 class FastAsyncCheckpointIO(FastCheckpointIO):
-    """Saves beside training, as Lightning's `AsyncCheckpointIO` does.
+    """Saves during training, as Lightning's `AsyncCheckpointIO` does.
 
     The tensors are copied into host memory before `save_checkpoint` returns, within a budget, and
-    never on the device. What failed is raised by the next save, or by `teardown` at the end of
-    `fit`, once. A checkpoint that is to make way for a new one (`save_top_k`) is removed when the
-    new one is on the device, not before; if that fails, it stays.
+    never on the device. An error is raised once: by the next save, or by `teardown` at the end of
+    `fit`. A checkpoint that a new one replaces (`save_top_k`) is removed only when the new one is
+    durable; if that save fails, it stays.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
 
         Args:
             snapshot: `copy`, or `in_place`: parameters and optimizer states are read while training
-                goes on, and optimizers wait before a step until what they change is taken. Not with
+                continues, and optimizer steps wait until what they change is taken. Not with
                 callbacks that put other weights into the model (averaging, manual optimization).
             snapshot_budget: bytes of host memory that copies may take, of all saves together; by
                 default half of what is free. What does not fit is written before the call returns.
@@ -179,14 +179,14 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
         self._begin()
 
     def _begin(self) -> None:
-        self._saves: list[PendingSave] = []  # of whose ends nobody was told
-        self._going: dict[str, PendingSave] = {}  # files to be removed once a save is in place
+        self._saves: list[PendingSave] = []  # whose outcomes no caller has seen
+        self._replaced: dict[str, PendingSave] = {}  # files to be removed once a save is in place
         self._removing = threading.RLock()  # a signal handler may save, too
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a spawned process needs: what is under way stays here."""
-        here = ("_saves", "_going", "_removing", "_pid", "_remote", "_stock")
+        """Return what a spawned process needs, without the pending saves."""
+        here = ("_saves", "_replaced", "_removing", "_pid", "_remote", "_stock")
         return {name: value for name, value in vars(self).items() if name not in here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -196,10 +196,10 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Path, storage_options: Any = None
     ) -> None:
-        """Start a save. At most two are under way; a third waits.
+        """Start a save. At most two are pending; a third waits.
 
         Raises:
-            Exception: an earlier save failed, and nobody was told; then this one is not started.
+            Exception: an earlier save failed and no caller has seen it; this one is not started.
             TypeError: as `FastCheckpointIO`.
         """
         self._begin_in_child()
@@ -214,46 +214,46 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
         *,
         state: Any = None,
     ) -> Any:
-        """Return what a checkpoint holds, once the saves under way have ended; as there."""
+        """Return what a checkpoint holds, once the pending saves have ended."""
         self._begin_in_child()
         for save in self._saves:
             save.exception()
         return super().load_checkpoint(path, map_location, weights_only, state=state)
 
     def remove_checkpoint(self, path: Path) -> None:
-        """Remove a checkpoint once the saves under way are in place.
+        """Remove a checkpoint once the pending saves are in place.
 
         Raises:
             OSError: it cannot be removed.
         """
         self._begin_in_child()
-        place = local_path(path)
+        local = local_path(path)
         last = self._saves[-1] if self._saves else None
-        if place is None or last is None or last.report is not None:
+        if local is None or last is None or last.report is not None:
             super().remove_checkpoint(path)
         else:
-            self._going[place] = last
+            self._replaced[local] = last
             last.add_done_callback(self._remove_old)
 
     def _remove_old(self, _: object) -> None:
-        """Remove what was to go once a save is in place; if that failed, it stays."""
+        """Remove what an ended save has replaced; if that save failed, it stays."""
         with self._removing:
-            for place, save in list(self._going.items()):
+            for local, save in list(self._replaced.items()):
                 if not save.done():
                     continue
-                del self._going[place]
+                del self._replaced[local]
                 if save.report is None:
                     continue
                 try:
-                    _remove(place)
+                    _remove(local)
                 except OSError as error:
-                    _log.warning("%s: an old checkpoint stays: %s", place, error)
+                    _log.warning("%s: an old checkpoint stays: %s", local, error)
 
     def teardown(self) -> None:
         """Wait for all saves.
 
         Raises:
-            Exception: a save failed, and nobody was told. Further errors are logged.
+            Exception: a save failed and no caller has seen it. Further errors are logged.
         """
         self._begin_in_child()
         first: BaseException | None = None
@@ -270,25 +270,25 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
         if first is not None:
             raise first
 
-    def _write(self, checkpoint: dict[str, Any], place: str) -> None:
+    def _write(self, checkpoint: dict[str, Any], local: str) -> None:
         with self._removing:
-            self._going.pop(place, None)  # it was to go, and is wanted again
+            self._replaced.pop(local, None)  # it was to be removed, and is written again
         try:
             save = start_save(
                 checkpoint,
-                place,
+                local,
                 self._kind,
                 self._budget,
                 prefix=_PREFIX,
-                otherwise=lambda: self._lightnings_own().save_checkpoint(checkpoint, place),
+                otherwise=lambda: self._lightnings_own().save_checkpoint(checkpoint, local),
             )
-        except BaseException as error:  # that of an earlier save to this place, perhaps
+        except BaseException as error:  # perhaps that of an earlier save to this path
             self._saves = [one for one in self._saves if not _ended_by(one, error)]
             raise
         self._saves.append(save)
 
     def _begin_in_child(self) -> None:
-        """Forget, in a forked child, what its parent started."""
+        """Forget the parent's saves in a forked child."""
         if self._pid != os.getpid():
             self._begin()
             self._remote = None
@@ -304,7 +304,7 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             self._remote = found(self._lightnings_own())
         try:
             self._remote.save_checkpoint(checkpoint, path, storage_options=options)
-        except BaseException:  # it would raise the same error for ever
+        except BaseException:  # it would raise the same error each time
             self._remote = None
             raise
 
@@ -314,34 +314,34 @@ def _ended_by(save: PendingSave, error: BaseException) -> bool:
 
 
 def local_path(path: Path) -> str | None:
-    """Return the absolute path of a local file; None for a URL that leads elsewhere."""
+    """Return the absolute path of a local file; None for another URL."""
     core = importlib.import_module("fsspec.core")
-    local = importlib.import_module("fsspec.implementations.local")
-    file_system, place = core.url_to_fs(str(path))
-    return str(place) if type(file_system) is local.LocalFileSystem else None
+    implementation = importlib.import_module("fsspec.implementations.local")
+    file_system, found = core.url_to_fs(str(path))
+    return str(found) if type(file_system) is implementation.LocalFileSystem else None
 
 
-def make_folder(place: str) -> None:
-    folder = os.path.dirname(place)
+def make_folder(local: str) -> None:
+    folder = os.path.dirname(local)
     missing = []
     while not os.path.isdir(folder) and folder not in missing and os.path.dirname(folder) != folder:
         missing.append(folder)
         folder = os.path.dirname(folder)
-    os.makedirs(os.path.dirname(place), exist_ok=True)
+    os.makedirs(os.path.dirname(local), exist_ok=True)
     if missing and current().durable:
         sync_folders(missing)
 
 
-def _remove(place: str) -> None:
-    if os.path.isdir(place) and not os.path.islink(place):
-        shutil.rmtree(place)
+def _remove(local: str) -> None:
+    if os.path.isdir(local) and not os.path.islink(local):
+        shutil.rmtree(local)
         return
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(place)
+        os.unlink(local)
 
 
 def stock_class(homes: tuple[str, str], module: str, name: str) -> Any:
-    """Return a class of Lightning, of the package that is in use.
+    """Return a class of Lightning, from the package in use.
 
     Raises:
         ModuleNotFoundError: neither is installed.
@@ -356,7 +356,7 @@ def stock_class(homes: tuple[str, str], module: str, name: str) -> Any:
 
 
 def _acknowledge(module: Any) -> None:
-    """Let Lightning take our classes for plugins: each of its packages has a base class."""
+    """Register our classes as plugins: each package of Lightning has a base class."""
     module.CheckpointIO.register(FastCheckpointIO)
 
 

@@ -37,7 +37,7 @@ class FastModelParallelStrategy(_Strategy):  # type: ignore[misc]
 
     The checkpoint has the keys and values that Lightning's would have, and Lightning loads it, with
     either strategy. No rank holds the whole state while it is saved, and the file is durable and
-    replaced as a whole. All ranks have to see the path.
+    replaced as a whole. All ranks must see the path.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -71,17 +71,17 @@ class FastModelParallelStrategy(_Strategy):  # type: ignore[misc]
         """
         path = self.broadcast(filepath)
 
-        def place_for(_: Sequence[bytes]) -> bytes:
-            place = local_path(path)
-            if place is None or storage_options is not None or os.path.isdir(place):
+        def local_for(_: Sequence[bytes]) -> bytes:
+            local = local_path(path)
+            if local is None or storage_options is not None or os.path.isdir(local):
                 return b""
-            make_folder(place)
-            return os.fsencode(place)
+            make_folder(local)
+            return os.fsencode(local)
 
         with collective(None, TIMEOUT) as ranks:
-            place = ranks.consult(b"", place_for)  # as rank 0 sees it
-        if place:
-            save(checkpoint, os.fsdecode(place))
+            local = ranks.consult(b"", local_for)  # as rank 0 sees it
+        if local:
+            save(checkpoint, os.fsdecode(local))
             return
         whole = tree_map_only(DTensor, self._whole, checkpoint)
         super().save_checkpoint(whole, path, storage_options)

@@ -36,19 +36,19 @@ __all__ = ["FastStorage", "FastStorageConfig", "init_process"]
 def init_process(*_: Any) -> None:
     """Install fastserial in the process that writes: the manager's `subprocess_init_fn`.
 
-    Not needed with `FASTSERIAL=1`. Without either, its files are written correctly, but torch
-    copies and checksums what is in them.
+    Not needed with `FASTSERIAL=1`. Without either, its files are correct, but torch copies and
+    checksums the data.
     """
     install()
 
 
 @dataclass
 class FastStorageConfig(StorageConfig):
-    """What makes the storage in each process.
+    """Creates the storage in each process.
 
     Attributes:
-        durable: files and folders are synced before they count as written.
-        verify: the CRC-32s of a file that is loaded as a whole are compared.
+        durable: sync files and folders before a write returns.
+        verify: compare the CRC-32s of a file that is loaded as a whole.
     """
 
     durable: bool = True
@@ -69,17 +69,17 @@ class FastStorage(LocalFileSystemStorage):
 
     @property
     def mmap_fill_workers(self) -> int:
-        """1: a read of ours is many at once."""
+        """1: one of our reads already makes many requests at once."""
         return 1
 
     def stream_read(self, path: Path, read_args: Any = None) -> Any:
-        """Return a stream of a file; of a copy in memory, if that is asked for.
+        """Return a stream of a file, or of a copy in memory if `read_args` asks for one.
 
         Raises:
             CorruptCheckpointError: a record is damaged.
             OSError: the file cannot be read.
         """
-        stream = _Stream(path, self._verify)
+        stream = _ReadStream(path, self._verify)
         if read_args is not None and not read_args.pre_read_full_file:
             return stream
         with stream:
@@ -106,7 +106,7 @@ class FastStorage(LocalFileSystemStorage):
             file.write(data)
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Make a folder."""
+        """Create a folder."""
         super().mkdir(path, recursive)
         self._sync(path)
 
@@ -117,10 +117,10 @@ class FastStorage(LocalFileSystemStorage):
         is_directory: bool = False,
         background_cleanup: bool = False,
     ) -> None:
-        """Rename a file or folder; it has its name for good when this returns.
+        """Rename a file or folder durably.
 
         Raises:
-            OSError: the destination is occupied.
+            OSError: the destination exists.
         """
         super().rename(src_path, dst_path, is_directory, background_cleanup)
         self._sync(os.path.dirname(os.path.abspath(dst_path)))
@@ -130,8 +130,8 @@ class FastStorage(LocalFileSystemStorage):
             sync_folders([os.fspath(folder)])
 
 
-class _Stream(io.RawIOBase):
-    """A file, read in batches straight into the caller's memory."""
+class _ReadStream(io.RawIOBase):
+    """A file, read in batches directly into the caller's memory."""
 
     def __init__(self, path: Path, verify: bool) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class _Stream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read as much as there is room for; a file that is read at once is checked.
+        """Read as much as fits; a file that is read in one call is verified.
 
         Raises:
             CorruptCheckpointError: a record is damaged.
@@ -178,7 +178,7 @@ class _Stream(io.RawIOBase):
             return length
 
     def _check(self, data: memoryview) -> None:
-        """Compare the CRC-32s of a zip archive with its records; anything else has none."""
+        """Compare the CRC-32s of a zip archive with its records; other files have none."""
         if data[: len(LOCAL_SIGNATURE)] != LOCAL_SIGNATURE:
             return
         reader = self._reader

@@ -5,10 +5,10 @@
     trainer = Trainer(..., callbacks=[CheckpointCallback()])
     trainer.train(resume_from_checkpoint=resume_from(args.output_dir))
 
-A checkpoint of the Trainer is a folder of several files. The callback waits until all of them are
-on the device, of all ranks, and then puts a mark into the folder, with their names and sizes.
-`resume_from` passes over folders with other files than their mark names. Of folders without one,
-which the Trainer wrote without the callback, it takes those whose files are whole.
+A checkpoint of the Trainer is a folder of several files. The callback waits until those of all
+ranks are durable, and then writes a mark into the folder: a file with their names and sizes.
+`resume_from` skips folders whose files differ from the mark. A folder without a mark, which the
+Trainer wrote without the callback, is accepted if its files are whole.
 """
 
 from __future__ import annotations
@@ -43,51 +43,51 @@ __all__ = ["MARK", "CheckpointCallback", "IncompleteCheckpointError", "is_comple
 
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _VERSION = 1
-_BEGUN = json.dumps({"version": _VERSION, "files": None})  # is the mark while a folder is written
+_BEGUN = json.dumps({"version": _VERSION, "files": None})  # the mark of an unfinished folder
 _LAST_WRITTEN = "trainer_state.json"
-# What `JITCheckpointCallback` puts into a folder while it writes there.
+# `JITCheckpointCallback` has this file in a folder while it writes there.
 _SENTINEL = "checkpoint-is-incomplete.txt"
 _log = logging.getLogger("fastserial")
 
 
 class IncompleteCheckpointError(FastserialError, RuntimeError):
-    """A rank could not bring its files of a checkpoint to the disk; it has no mark."""
+    """A rank could not sync its files of a checkpoint, which has no mark."""
 
 
 class CheckpointCallback(CallbackBase):
-    """Marks `checkpoint-N` when all its files are on the device.
+    """Marks `checkpoint-N` when all its files are durable.
 
     It also takes over `save_total_limit`: the Trainer removes old checkpoints before the new one is
-    on the device; the callback does it after the mark. What has no mark is never removed.
+    durable; the callback removes them after the mark. Folders without a mark are never removed.
     """
 
     def __init__(self) -> None:
         self._limit: int | None = None
         self._states: dict[Path, tuple[int, int] | None] = {}
-        self._taken: tuple[Path, str | None] | None = None  # a folder's mark, out of force
+        self._suspended: tuple[Path, str | None] | None = None  # a folder, and the mark it had
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Take over the removal of old checkpoints; see which there are."""
+        """Take over the removal of old checkpoints; record which exist."""
         if args.save_total_limit is not None:
             self._limit, args.save_total_limit = args.save_total_limit, None
         self._states = {one: _version(one) for one in _checkpoints(Path(args.output_dir))}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Mark a folder of a run before as begun: it may be written anew now."""
+        """Mark a folder of an earlier run as unfinished: it may be overwritten now."""
         folder = _folder_of(args, state)
         if folder in self._states and state.is_world_process_zero:
             mark = folder / MARK
-            self._taken = folder, mark.read_text("utf-8") if mark.exists() else None
+            self._suspended = folder, mark.read_text("utf-8") if mark.exists() else None
             replace_text(str(mark), _BEGUN)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Give a folder the mark back that it had, if it was not written anew."""
-        self._give_back()
+        """Restore the mark of a folder that was not overwritten."""
+        self._restore_mark()
 
-    def _give_back(self) -> None:
-        if self._taken is None:
+    def _restore_mark(self) -> None:
+        if self._suspended is None:
             return
-        (folder, text), self._taken = self._taken, None
+        (folder, text), self._suspended = self._suspended, None
         if text is not None:
             replace_text(str(folder / MARK), text)
         else:
@@ -97,23 +97,23 @@ class CheckpointCallback(CallbackBase):
         """Mark the checkpoint that the Trainer has just written.
 
         Raises:
-            IncompleteCheckpointError: another rank's files are not on the device.
-            OSError: this rank's are not.
+            IncompleteCheckpointError: another rank could not sync its files.
+            OSError: this rank could not.
         """
         self._complete(args, state, _folder_of(args, state))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Mark what a signal had the Trainer save (`JITCheckpointCallback`), without `on_save`."""
+        """Mark what `JITCheckpointCallback` saved after a signal, without a call of `on_save`."""
         for step in (state.global_step - 1, state.global_step):  # it may come before a step ends
             folder = Path(args.output_dir) / f"checkpoint-{step}"
             if _anywhere(state.is_world_process_zero and self._is_new(folder)):
                 self._complete(args, state, folder)
-        self._give_back()
+        self._restore_mark()
         if self._limit is not None:
             args.save_total_limit, self._limit = self._limit, None
 
     def _is_new(self, folder: Path) -> bool:
-        """Tell whether a whole checkpoint without a mark was written since training began."""
+        """Return whether a whole checkpoint without a mark was written since training began."""
         found = _version(folder)
         written = found is not None and found != self._states.get(folder)
         return written and not (folder / _SENTINEL).exists() and not is_complete(folder)
@@ -130,7 +130,7 @@ class CheckpointCallback(CallbackBase):
             raise failure or IncompleteCheckpointError(f"{folder}: another rank could not sync it")
         if folder.is_dir() and state.is_world_process_zero:
             _mark(folder)
-            self._taken = None
+            self._suspended = None
             self._states.pop(folder, None)
             if self._limit is not None and self._limit > 0:
                 _remove_old(folder, self._limit, state.best_model_checkpoint)
@@ -139,10 +139,10 @@ class CheckpointCallback(CallbackBase):
 def resume_from(output_dir: str | os.PathLike[str]) -> str | None:
     """Return the newest complete `checkpoint-N` in a folder; None if there is none.
 
-    Give it to `trainer.train(resume_from_checkpoint=...)`. Incomplete ones are passed over, with
-    a warning that names them. One that was written without a `CheckpointCallback` is read (every
-    checksum) and taken if its files are whole, with a warning, too: that all ranks had written
-    theirs cannot be told.
+    Pass it to `trainer.train(resume_from_checkpoint=...)`. Incomplete ones are skipped, with a
+    warning that names them. One that was written without a `CheckpointCallback` is read (every
+    checksum) and accepted if its files are whole, also with a warning: whether all ranks had
+    written theirs is unknown.
     """
     passed = []
     found: Path | None = None
@@ -169,7 +169,7 @@ def resume_from(output_dir: str | os.PathLike[str]) -> str | None:
 
 
 def is_complete(folder: str | os.PathLike[str]) -> bool:
-    """Tell whether a checkpoint has its mark, and the files that it names, with their sizes."""
+    """Return whether a checkpoint has its mark, and the files and sizes in it."""
     if os.path.exists(os.path.join(folder, _SENTINEL)):
         return False
     files = _marked_files(folder)
@@ -192,7 +192,7 @@ def _marked_files(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Tell whether the Trainer came to the end of a checkpoint, and all of its files are whole."""
+    """Return whether the Trainer finished a checkpoint, and all its files are whole."""
     try:
         state = json.loads((folder / _LAST_WRITTEN).read_text("utf-8"))
         whole = folder.name == f"checkpoint-{state['global_step']}"
@@ -204,7 +204,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _mark(folder: Path) -> None:
-    """Put the mark into a folder, whose files are on the device.
+    """Write the mark of a folder whose files are durable.
 
     Raises:
         WriteError: it cannot be written.
@@ -215,7 +215,7 @@ def _mark(folder: Path) -> None:
 
 
 def _version(folder: Path) -> tuple[int, int] | None:
-    """Return what tells one writing of a checkpoint from another; None if it has not come far."""
+    """Return what identifies a version of a checkpoint; None if it is unfinished."""
     try:
         found = os.stat(folder / _LAST_WRITTEN)
     except OSError:
@@ -248,7 +248,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _sync(folder: Path) -> None:
-    """Bring a folder's files to the device.
+    """Sync the files of a folder.
 
     Raises:
         OSError: the disk failed.
@@ -282,7 +282,7 @@ def _remove_old(newest: Path, limit: int, best: str | None) -> None:
 
 
 def _anywhere(here: bool) -> bool:
-    """Tell whether something holds on any rank; all ranks wait for each other."""
+    """Return whether a value is true on any rank; all ranks wait for each other."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return here
     device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,13 +1,13 @@
-"""Records of a zip checkpoint on their way to storages, and whether they came undamaged.
+"""Records of a zip checkpoint that are read into storages, and whether they arrived undamaged.
 
-The local header of a record is read, too: only that says where the data really begins.
+The local header of a record is read, too: only it says where the data really begins.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from fastserial.checksums import CrcLedger, check_crc
 from fastserial.config.performance import IN_PLACE
@@ -21,28 +21,15 @@ if TYPE_CHECKING:
 
     from fastserial.formats.zip.directory import RecordEntry
     from fastserial.loading.sinks import Sink
-    from fastserial.memory.ring import Ring
+    from fastserial.memory.buffers import Ring
 
-__all__ = ["Arriving", "OnDevice", "OnHost", "RecordChecks"]
+__all__ = ["Arriving", "DeviceRecord", "HostRecord", "RecordChecks"]
 
 _ALIGNMENT = 64  # of torch's own memory (bytes)
 
 
-class Arriving(Protocol):
-    """A record, and the storage that gets its data."""
-
-    record: RecordEntry
-    storage: torch.UntypedStorage
-
-    def reads(self, checks: RecordChecks, ring: Ring | None = None) -> list[ReadExtent]:
-        """Return what to read; `ring`: what bytes for devices pass through."""
-
-    def header(self) -> bytes:
-        """Return what lies between the record's beginning and its data, once all has come."""
-
-
-class OnHost:
-    """A record that lies in host memory as it does in the file: its header, then its data.
+class HostRecord:
+    """A record in host memory, laid out as in the file: its header, then its data.
 
     Attributes:
         memory: address and length of all that it takes.
@@ -55,9 +42,9 @@ class OnHost:
 
         Args:
             record: stored, not empty.
-            alignment: of direct reads (bytes): what is large lies at the same address as in the
-                file, modulo this, with space around it, so that whole blocks can be read there. 0:
-                there are none.
+            alignment: of direct reads (bytes): a large record has the same offset in memory as in
+                the file, modulo this, with space around it, so that whole blocks can be read there.
+                0: there are no direct reads.
 
         Raises:
             RuntimeError: there is no memory.
@@ -76,19 +63,21 @@ class OnHost:
         self.storage = cast("torch.UntypedStorage", memory[start : start + record.size])
 
     def reads(self, checks: RecordChecks, ring: Ring | None = None) -> list[ReadExtent]:
+        """Return what to read; `ring`: the staging buffers of bytes for devices."""
         record, head = self.record, self._head
         length = head + record.size
-        # without devices who reads keeps the storage, up to when it is taken
+        # without devices the prefetch keeps the storage until it is taken
         owner = None if ring is None else self.storage
         sink = HostSink(self.storage.data_ptr() - head, length, owner, self._spare)
         return [ReadExtent(record.header_offset, length, checks.sink(record, sink, -head))]
 
     def header(self) -> bytes:
+        """Return what lies between the record's beginning and its data, once all has arrived."""
         return (ctypes.c_char * self._head).from_address(self.storage.data_ptr() - self._head).raw
 
 
-class OnDevice:
-    """A record whose data goes to a device."""
+class DeviceRecord:
+    """A record whose data is read to a device."""
 
     __slots__ = ("_header", "record", "storage")
 
@@ -99,6 +88,7 @@ class OnDevice:
         self._header = BytesSink(record.data_offset - record.header_offset)
 
     def reads(self, checks: RecordChecks, ring: Ring | None = None) -> list[ReadExtent]:
+        """Return what to read, as `HostRecord.reads`."""
         record, header = self.record, self._header
         sink = checks.sink(record, storage_sink(self.storage, ring))
         return [
@@ -107,11 +97,15 @@ class OnDevice:
         ]
 
     def header(self) -> bytes:
+        """Return the bytes before the data, as `HostRecord.header`."""
         return bytes(self._header.data)
 
 
+Arriving = HostRecord | DeviceRecord
+
+
 class RecordChecks:
-    """Says whether records came as they should, and with `verify` undamaged."""
+    """Checks that records arrived as the directory describes them, and with `verify` undamaged."""
 
     def __init__(self, path: str, records: Sequence[RecordEntry], verify: bool) -> None:
         """Check records of an archive.
@@ -128,7 +122,7 @@ class RecordChecks:
         self._ledger = CrcLedger([record.size for record in checked], [None] * len(checked))
 
     def sink(self, record: RecordEntry, sink: Sink, start: int = 0) -> Sink:
-        """Return a sink that passes bytes on, and looks at the record's if it must.
+        """Return a sink that passes bytes on, and with `verify` checksums those of the record.
 
         Args:
             record: what the bytes are of.
@@ -140,27 +134,27 @@ class RecordChecks:
         return CheckedSink(sink, self._ledger, self._index[record.name], start)
 
     def give_up(self) -> None:
-        """No more bytes come: nobody is to wait for them."""
+        """End all waiting: no more bytes will arrive."""
         self._ledger.fail()
 
     def accept(self, one: Arriving, nbytes: int) -> torch.UntypedStorage | None:
-        """Return the storage of a record of `nbytes` bytes, all of which came.
+        """Return the storage of a record of `nbytes` bytes, all of which arrived.
 
-        None: torch must read it itself; it has another size, or its local header is not where it
+        None: torch must read it itself: it has another size, or its local header is not where it
         should be.
 
         Raises:
             CorruptCheckpointError: it is damaged (`verify`).
         """
-        record, placed = one.record, _is_header(one.header(), one.record)
+        record, is_valid = one.record, _is_header(one.header(), one.record)
         if self._verify:
             path, name, offset = self._path, record.name, record.data_offset
-            if not placed:
+            if not is_valid:
                 what = "its local header differs from the central directory"
                 raise CorruptCheckpointError(what, path=path, record=name, offset=offset)
             if record.crc:  # 0: written without
                 check_crc(self._ledger.wait(self._index[name]), record.crc, path, name, offset)
-        return one.storage if placed and record.size == nbytes else None
+        return one.storage if is_valid and record.size == nbytes else None
 
 
 def _is_header(data: bytes, record: RecordEntry) -> bool:

@@ -1,7 +1,6 @@
 """The storages of a zip checkpoint, read to the devices where torch puts them.
 
-None of those comes to the host as a whole. torch finds each on its device already, and has nothing
-to move.
+None of them is ever whole in host memory. torch finds each on its device, and has nothing to move.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from fastserial.formats.pickles import decode
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.storages import storage_table
 from fastserial.formats.zip.records import PICKLE, record_stream, storage_records
-from fastserial.loading.arriving import Arriving, OnDevice, OnHost, RecordChecks
+from fastserial.loading.arriving import Arriving, DeviceRecord, HostRecord, RecordChecks
 from fastserial.loading.sinks import ReadExtent
 from fastserial.memory.devices import has_streams
 from fastserial.memory.huge_pages import HugePages
@@ -36,7 +35,7 @@ def places_of(
 ) -> dict[str, torch.device] | None:
     """Return the devices that storages go to as they are, by the names of their records.
 
-    What is not among them stays on the host. None: all do, or only torch knows.
+    Others stay on the host. None: all do, or only torch can decide.
 
     Args:
         map_location: of `torch.load`.
@@ -50,13 +49,13 @@ def places_of(
         if device is not None:
             found = {record.name: device for record in storage_records(directory)}
     elif map_location is None or type(map_location) is dict:
-        found = _told_by_pickle(map_location or {}, fd, directory)
+        found = _devices_in_pickle(map_location or {}, fd, directory)
     if found and _in_our_order(stock) and _only_torchs_own():
         return found
     return None
 
 
-def _told_by_pickle(
+def _devices_in_pickle(
     mapped: dict[Any, Any], fd: int, directory: Directory
 ) -> dict[str, torch.device] | None:
     """Return the devices that the file names."""
@@ -106,7 +105,7 @@ def _in_our_order(stock: Any) -> bool:
 
 
 def _only_torchs_own() -> bool:
-    """Return whether nobody registered another way to bring storages to devices."""
+    """Return whether nobody registered another function that moves storages to devices."""
     serialization: Any = torch.serialization
     return all(
         getattr(restore, "func", restore).__module__ == serialization.__name__
@@ -121,7 +120,7 @@ class DeviceRecords:
         self,
         file: FastFileReader,
         records: Sequence[RecordEntry],
-        places: Mapping[str, torch.device],
+        devices: Mapping[str, torch.device],
         verify: bool,
     ) -> None:
         """Read stored, not empty records.
@@ -129,7 +128,7 @@ class DeviceRecords:
         Args:
             file: where from.
             records: what; their `data_offset` may be wrong (see `take`).
-            places: where to, by name; the others stay on the host.
+            devices: by name of the record; the others stay on the host.
             verify: check each record's CRC-32.
 
         Raises:
@@ -143,12 +142,12 @@ class DeviceRecords:
         make: Any = torch.UntypedStorage
         host: list[tuple[int, int]] = []
         for record in records:
-            place = places.get(record.name)
+            device = devices.get(record.name)
             one: Arriving
-            if place is not None:
-                one = OnDevice(record, make(record.size, device=place))
+            if device is not None:
+                one = DeviceRecord(record, make(record.size, device=device))
             else:
-                one = OnHost(record)
+                one = HostRecord(record)
                 host.append(one.memory)
             self._found[record.name] = one
         HugePages().advise_all(host)
@@ -161,7 +160,7 @@ class DeviceRecords:
     def take(self, name: str, nbytes: int) -> torch.UntypedStorage | None:
         """Return a record of `nbytes` bytes, once: the caller owns it then.
 
-        None: torch must read this record itself (not one of ours, asked for before, of another
+        None: torch must read this record itself (it was not planned, was taken before, has another
         size, or its local header is not where it should be).
 
         Raises:
@@ -172,9 +171,9 @@ class DeviceRecords:
 
     @property
     def error(self) -> None:
-        """Nothing: what goes wrong does so in the constructor."""
+        """Return None: all errors occur in the constructor."""
         return None
 
     def close(self) -> None:
-        """Let go of what was not taken. Idempotent."""
+        """Release what was not taken. Idempotent."""
         self._found.clear()

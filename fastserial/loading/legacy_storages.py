@@ -19,7 +19,7 @@ __all__ = ["read_storages"]
 def read_storages(
     reader: FastFileReader, storages: Mapping[Any, Any], keys: Sequence[Any], offset: int
 ) -> int:
-    """Fill the storages, which lie in the file in the order of `keys`, each after its count.
+    """Fill the storages, which are in the file in the order of `keys`, each after its count.
 
     Args:
         reader: the file.
@@ -31,7 +31,7 @@ def read_storages(
         The first byte after the last storage.
 
     Raises:
-        CorruptCheckpointError: the file is not as the pickle says; torch's own way says what.
+        CorruptCheckpointError: the file is not as the pickle says; torch's own reader says what.
         UnreadableCheckpointError: storages are on devices that we do not fill.
         OSError: the disk failed.
     """

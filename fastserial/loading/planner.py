@@ -1,12 +1,12 @@
-"""From reads to blocks: the one place where what is wanted of a file is cut and put together.
+"""From reads to blocks: the only module that cuts and coalesces reads of a file.
 
 Reads are cut at multiples of a range size, and what lies near each other within such a range is
-read together: two limits, as in pyarrow's `CacheOptions` (range size, hole size). How a range is
-read, `loading.policy` says. Then
+read together: two limits, as in pyarrow's `CacheOptions` (range size, hole size). `loading.policy`
+decides how a range is read:
 
-- through the page cache, one call puts the pieces of a range each in its memory;
-- directly, only aligned bytes move: what lies in memory as it does in the file, modulo the
-  alignment, is read where it belongs, the rest comes to a staging buffer and is copied;
+- through the page cache, one call reads the parts of a range into their final memory;
+- directly, only aligned bytes move: what has the same offset in memory as in the file, modulo the
+  alignment, is read in place, the rest arrives in a staging buffer and is copied;
 - what goes to a device passes through a staging buffer, or takes the device path.
 """
 
@@ -36,7 +36,7 @@ __all__ = ["plan_blocks"]
 _UNWANTED = memoryview(bytearray(NEAR_EXTENTS))  # any thread writes here, nobody reads
 
 
-class _Piece(NamedTuple):
+class _ReadPart(NamedTuple):
     """`length` bytes at `offset` of the file: those of `sink` from `start` on."""
 
     offset: int
@@ -48,9 +48,9 @@ class _Piece(NamedTuple):
     def end(self) -> int:
         return self.offset + self.length
 
-    def part(self, first: int, stop: int) -> _Piece:
-        """Return what of it lies at [first, stop) of the file."""
-        return _Piece(first, stop - first, self.sink, self.start + first - self.offset)
+    def part(self, first: int, stop: int) -> _ReadPart:
+        """Return the part in range [first, stop) of the file."""
+        return _ReadPart(first, stop - first, self.sink, self.start + first - self.offset)
 
 
 def plan_blocks(reads: Iterable[ReadExtent], pump: Pump) -> Iterator[Block]:
@@ -60,9 +60,9 @@ def plan_blocks(reads: Iterable[ReadExtent], pump: Pump) -> Iterator[Block]:
         reads: what is wanted, in any order, all inside the file.
         pump: what is to read them.
     """
-    pieces = [_Piece(read.offset, read.length, read.sink, 0) for read in reads]
-    pieces.sort(key=attrgetter("offset"))
-    for run in _coalesced(pieces, pump.range_size):
+    parts = [_ReadPart(read.offset, read.length, read.sink, 0) for read in reads]
+    parts.sort(key=attrgetter("offset"))
+    for run in _coalesced(parts, pump.range_size):
         first, stop = run[0].offset, _end(run)
         if (block := _on_device_path(run, pump)) is not None:
             yield block
@@ -72,17 +72,17 @@ def plan_blocks(reads: Iterable[ReadExtent], pump: Pump) -> Iterator[Block]:
             yield from _cached(run, pump)
 
 
-def _coalesced(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
-    """Yield pieces in runs that are read together, in the order of the file.
+def _coalesced(parts: Iterable[_ReadPart], size: int) -> Iterator[list[_ReadPart]]:
+    """Yield parts in runs that are read together, in the order of the file.
 
     Args:
-        pieces: in that order.
+        parts: in that order.
         size: bytes of the ranges of which no run spans two.
     """
-    run: list[_Piece] = []
+    run: list[_ReadPart] = []
     number = end = 0
-    for piece in pieces:
-        at, last = piece.offset, piece.offset + piece.length
+    for part in parts:
+        at, last = part.offset, part.offset + part.length
         while at < last:
             if run and (at // size != number or at - end > NEAR_EXTENTS):
                 yield run
@@ -90,115 +90,115 @@ def _coalesced(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
             if not run:
                 number, end = at // size, at
             stop = min(last, number * size + size)
-            run.append(piece if stop - at == piece.length else piece.part(at, stop))
+            run.append(part if stop - at == part.length else part.part(at, stop))
             end = max(end, stop)
             at = stop
     if run:
         yield run
 
 
-def _end(run: Sequence[_Piece]) -> int:
-    return max(piece.end for piece in run)
+def _end(run: Sequence[_ReadPart]) -> int:
+    return max(part.end for part in run)
 
 
 # -- the device path -------------------------------------------------------------------------------
 
 
-def _on_device_path(run: Sequence[_Piece], pump: Pump) -> Block | None:
-    """Return the block that goes to a device without the host; None: it is none."""
-    piece, sink = run[0], run[0].sink
+def _on_device_path(run: Sequence[_ReadPart], pump: Pump) -> Block | None:
+    """Return the block that is read to a device without the host, None if it is not."""
+    part, sink = run[0], run[0].sink
     if len(run) > 1 or not isinstance(sink, DeviceSink):
         return None
-    if not pump.policy.takes_device_path(sink.device, piece.offset, piece.length):
+    if not pump.policy.takes_device_path(sink.device, part.offset, part.length):
         return None
-    return _block(run, piece.offset, piece.end, OnDevice(sink.part(piece.start, piece.length)))
+    return _block(run, part.offset, part.end, OnDevice(sink.part(part.start, part.length)))
 
 
 # -- directly --------------------------------------------------------------------------------------
 
 
-def _direct(run: Sequence[_Piece], pump: Pump) -> Iterator[Block]:
+def _direct(run: Sequence[_ReadPart], pump: Pump) -> Iterator[Block]:
     alignment = pump.policy.alignment
-    rest: list[_Piece] = []
-    for piece in run:
-        found = _aligned(piece, alignment, pump.size) if pump.takes_any_memory else None
+    rest: list[_ReadPart] = []
+    for part in run:
+        found = _aligned(part, alignment, pump.size) if pump.takes_any_memory else None
         if found is None:
-            rest.append(piece)
+            rest.append(part)
             continue
         at, memory = found
-        inner = piece.part(max(piece.offset, at.offset), min(piece.end, at.end))
+        inner = part.part(max(part.offset, at.offset), min(part.end, at.end))
         yield _block([inner], at.offset, at.end, InMemory(memory), direct=True)
-        edges = piece.part(piece.offset, inner.offset), piece.part(inner.end, piece.end)
+        edges = part.part(part.offset, inner.offset), part.part(inner.end, part.end)
         rest += [edge for edge in edges if edge.length]
-    rest.sort(key=attrgetter("offset"))  # an edge may lie after what is wanted twice
+    rest.sort(key=attrgetter("offset"))  # overlapping reads may put an edge out of order
     for near in _coalesced(rest, pump.block_size):
         start = near[0].offset - near[0].offset % alignment
         end = _end(near)
         yield _block(near, start, min(pump.size, end + -end % alignment), direct=True)
 
 
-def _aligned(piece: _Piece, alignment: int, size: int) -> tuple[_Piece, Buffer] | None:
-    """Return what direct I/O can read to a piece's memory, None: little, or nothing.
+def _aligned(part: _ReadPart, alignment: int, size: int) -> tuple[_ReadPart, Buffer] | None:
+    """Return what direct I/O can read to a part's memory, None: little, or nothing.
 
-    That is all of the piece, with more around it if there is memory for that, or what lies inside.
+    That is all of the part, with more around it if there is memory for that, or what lies inside.
     """
-    first, end = piece.offset, piece.end
+    first, end = part.offset, part.end
     inner = first + -first % alignment, end - end % alignment
     outer = first - first % alignment, min(size, end + -end % alignment)
     for start, stop in (outer, inner):
         if stop - start < IN_PLACE:
             continue
-        part = piece.part(start, stop)
-        memory = part.sink.place(part.start, part.length)
+        aligned = part.part(start, stop)
+        memory = aligned.sink.memory_for(aligned.start, aligned.length)
         if memory is not None and not memory.address % alignment:
-            return part, memory
+            return aligned, memory
     return None
 
 
 # -- through the page cache ------------------------------------------------------------------------
 
 
-def _cached(run: Sequence[_Piece], pump: Pump) -> Iterator[Block]:
-    placed = ((piece, _memory_for(piece, pump)) for piece in run)
-    for staged, group in groupby(placed, key=lambda one: one[1] is None):
+def _cached(run: Sequence[_ReadPart], pump: Pump) -> Iterator[Block]:
+    targets = ((part, _memory_for(part, pump)) for part in run)
+    for staged, group in groupby(targets, key=lambda one: one[1] is None):
         if not staged:
-            yield from _scattered(cast("Iterator[tuple[_Piece, Buffer]]", group))
+            yield from _scattered(cast("Iterator[tuple[_ReadPart, Buffer]]", group))
             continue
-        for near in _coalesced((piece for piece, _ in group), pump.block_size):
+        for near in _coalesced((part for part, _ in group), pump.block_size):
             yield _block(near, near[0].offset, _end(near))
 
 
-def _memory_for(piece: _Piece, pump: Pump) -> Buffer | None:
-    """Return the memory to read a piece to; None: it comes to a staging buffer with others."""
-    large = piece.length >= UNSTAGED
+def _memory_for(part: _ReadPart, pump: Pump) -> Buffer | None:
+    """Return the memory to read a part to; None: it shares a staging buffer with others."""
+    large = part.length >= UNSTAGED
     if not pump.takes_any_memory or (pump.ring is not None and not large):
         return None
-    place = piece.sink.place(piece.start, piece.length)
-    return own_buffer(piece.length) if place is None and not large else place
+    memory = part.sink.memory_for(part.start, part.length)
+    return own_buffer(part.length) if memory is None and not large else memory
 
 
-def _scattered(placed: Iterable[tuple[_Piece, Buffer]]) -> Iterator[Block]:
+def _scattered(targets: Iterable[tuple[_ReadPart, Buffer]]) -> Iterator[Block]:
     """Yield blocks of which each reads neighbours with one call, to the memory of each."""
-    pieces: list[_Piece] = []
-    places: list[Buffer] = []
+    parts: list[_ReadPart] = []
+    buffers: list[Buffer] = []
     views: list[memoryview] = []
     end = 0
 
     def block() -> Block:
-        deliver = partial(_deliver_places, pieces, places)
-        return Block(pieces[0].offset, end - pieces[0].offset, deliver, InPieces(views))
+        deliver = partial(_deliver_scattered, parts, buffers)
+        return Block(parts[0].offset, end - parts[0].offset, deliver, InPieces(views))
 
-    for piece, place in placed:
-        hole = piece.offset - end
-        if pieces and (not 0 <= hole <= NEAR_EXTENTS or len(views) + 2 > MOST_PIECES):
+    for part, buffer in targets:
+        hole = part.offset - end
+        if parts and (not 0 <= hole <= NEAR_EXTENTS or len(views) + 2 > MOST_PIECES):
             yield block()
-            pieces, places, views = [], [], []
-        if pieces and hole:
+            parts, buffers, views = [], [], []
+        if parts and hole:
             views.append(_UNWANTED[:hole])
-        views.append(place.view)
-        pieces.append(piece)
-        places.append(place)
-        end = piece.end
+        views.append(buffer.view)
+        parts.append(part)
+        buffers.append(buffer)
+        end = part.end
     yield block()
 
 
@@ -206,21 +206,21 @@ def _scattered(placed: Iterable[tuple[_Piece, Buffer]]) -> Iterator[Block]:
 
 
 def _block(
-    pieces: Sequence[_Piece], start: int, stop: int, into: Into = STAGED, direct: bool = False
+    parts: Sequence[_ReadPart], start: int, stop: int, into: Into = STAGED, direct: bool = False
 ) -> Block:
-    return Block(start, stop - start, partial(_deliver, pieces, start), into, direct)
+    return Block(start, stop - start, partial(_deliver, parts, start), into, direct)
 
 
-def _deliver(pieces: Sequence[_Piece], begin: int, view: memoryview, address: int) -> None:
-    """Deliver a block, which begins at byte `begin` of the file, to the sinks of its pieces."""
-    for offset, length, sink, start in pieces:
+def _deliver(parts: Sequence[_ReadPart], begin: int, view: memoryview, address: int) -> None:
+    """Deliver a block, which begins at byte `begin` of the file, to the sinks of its parts."""
+    for offset, length, sink, start in parts:
         at = offset - begin
         sink.deliver(view[at : at + length], address + at, start)
 
 
-def _deliver_places(
-    pieces: Sequence[_Piece], places: Sequence[Buffer], _: memoryview, __: int
+def _deliver_scattered(
+    parts: Sequence[_ReadPart], buffers: Sequence[Buffer], _: memoryview, __: int
 ) -> None:
-    """Deliver a scattered block: the sinks see what came to their memory."""
-    for piece, place in zip(pieces, places, strict=True):
-        piece.sink.deliver(place.view, place.address, piece.start)
+    """Deliver a scattered block: the sinks get what arrived in their memory."""
+    for part, buffer in zip(parts, buffers, strict=True):
+        part.sink.deliver(buffer.view, buffer.address, part.start)

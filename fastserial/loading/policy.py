@@ -2,8 +2,8 @@
 
 A cold file is read through the page cache in lanes. The kernel reads ahead of whoever reads a
 descriptor in order, into large folios; threads that share a descriptor read in no order. So the
-file is cut into spans, each is read in order on the descriptor of its lane, and the lanes take
-turns.
+file is cut into spans, each is read in order on the descriptor of its lane, and the lanes
+alternate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from fastserial.config import Config
 from fastserial.config.performance import (
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     import torch
 
     from fastserial.engines.gds.memory import DirectMemory
-    from fastserial.memory.ring import Ring
+    from fastserial.loading.pump import Block
+    from fastserial.memory.buffers import Ring
 
 __all__ = ["ReadPolicy", "in_turns", "lane_of"]
 
@@ -44,7 +45,7 @@ _log = logging.getLogger("fastserial")
 
 
 class ReadPolicy:
-    """Decides for one file, and has the descriptors that the decisions need.
+    """Decides for one file, and holds the descriptors that the decisions need.
 
     Attributes:
         alignment: of offset, length and memory of direct reads (bytes).
@@ -80,7 +81,7 @@ class ReadPolicy:
 
     @property
     def never_direct(self) -> bool:
-        """Whether every range goes through the page cache."""
+        """Whether every range is read through the page cache."""
         return self.direct_fd < 0
 
     def goes_direct(self, offset: int, length: int) -> bool:
@@ -107,17 +108,17 @@ class ReadPolicy:
         return self.lanes[lane_of(offset, len(self.lanes))] if self.lanes else self._fd
 
     def refuse_direct(self) -> None:
-        """Go on through the page cache: the file system took the flag, but not the read."""
+        """Continue through the page cache: the file system accepted the flag, but not the read."""
         self._refused = True
         if self.fallback is None:
             what = "direct I/O refused at the first read: Invalid argument"
             self.fallback = Reason(what, SEE_DOCTOR)
-            _log.debug("%s; going on through the page cache", self.fallback)
+            _log.debug("%s; continuing through the page cache", self.fallback)
 
     # -- reads in the order of the file --------------------------------------------------------
 
     def open_lanes(self, first: int, stop: int, nbytes: int) -> None:
-        """Get ready for `nbytes` bytes of range [first, stop), read in the order of the file.
+        """Prepare for reading `nbytes` bytes of range [first, stop) in the order of the file.
 
         If they are not in the page cache, several descriptors share them, until `close_lanes`.
         """
@@ -130,7 +131,7 @@ class ReadPolicy:
                 self.lanes.append(linux.reopen(self._fd, os.O_RDONLY, self._lane_files))
 
     def close_lanes(self) -> None:
-        """Go back to one descriptor; nothing is in flight."""
+        """Return to one descriptor; no read is in progress."""
         self.lanes = []
         self._lane_files.close()
 
@@ -138,17 +139,17 @@ class ReadPolicy:
 
     @property
     def transfer(self) -> Transfer:
-        """The transfer type taken for what goes to devices, and why."""
+        """The transfer type of reads to devices, and why it was chosen."""
         return self._transfer if self.device_path is None else self.device_path.transfer
 
     def serve_devices(
-        self, ring: Ring | None, places: Collection[torch.device], taken: Transfer, engine: Engine
+        self, ring: Ring | None, devices: Collection[torch.device], taken: Transfer, engine: Engine
     ) -> None:
-        """Read to devices without the host, if that was asked for and can be had.
+        """Read to devices without the host, if that was requested and is possible.
 
         Args:
-            ring: what passes through the host, if anything does.
-            places: the devices.
+            ring: the staging buffers of what passes through the host, if anything does.
+            devices: the devices.
             taken: the transfer type of what passes through the host.
             engine: what reads.
         """
@@ -156,11 +157,11 @@ class ReadPolicy:
 
         refusal = "direct I/O is switched off" if self._config.never_direct else None
         self.device_path, self._transfer = offer(
-            self._config, taken, ring, engine, places, self._fd, os.O_RDONLY, refusal
+            self._config, taken, ring, engine, devices, self._fd, os.O_RDONLY, refusal
         )
 
     def close(self) -> None:
-        """Close all descriptors; nothing is in flight. Idempotent."""
+        """Close all descriptors; no read is in progress. Idempotent."""
         device_path = self.device_path
         finish(
             *([device_path.close] if device_path is not None else []),
@@ -171,14 +172,6 @@ class ReadPolicy:
 
 
 # -- lanes ---------------------------------------------------------------------------------------
-
-
-class _Placed(Protocol):
-    @property
-    def offset(self) -> int: ...
-
-
-_T = TypeVar("_T", bound=_Placed)
 
 
 def is_small(source: FileSource, config: Config) -> bool:
@@ -195,17 +188,17 @@ def lane_of(offset: int, lanes: int) -> int:
     return offset // LANE_SPAN % lanes
 
 
-def in_turns(blocks: Iterable[_T | None], lanes: int) -> Iterator[_T]:
-    """Yield blocks that come in the order of the file so that the lanes take turns.
+def in_turns(blocks: Iterable[Block | None], lanes: int) -> Iterator[Block]:
+    """Yield blocks, which are given in the order of the file, so that the lanes alternate.
 
     Args:
-        blocks: what is to be read; None: nothing more is known now, what is held back must come.
+        blocks: what is to be read; None: no further block is known yet, so yield those held back.
         lanes: how many there are.
     """
-    held: list[deque[_T]] = [deque() for _ in range(lanes)]
+    held: list[deque[Block]] = [deque() for _ in range(lanes)]
     group = -1
 
-    def turns() -> Iterator[_T]:
+    def turns() -> Iterator[Block]:
         while any(held):
             for lane in held:
                 if lane:

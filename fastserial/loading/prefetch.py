@@ -2,7 +2,7 @@
 
 One read of the central directory says where every record is. A thread reads the records in
 the order of their keys, which is the order in which pickles ask for them and, in files of torch
-2.7 and later, that of the file. Neighbours get their memory, are read, and arrive together.
+2.7 and later, that of the file. Neighbouring records are allocated, read and delivered together.
 
 All memory is allocated by the thread that unpickles: malloc keeps what was freed for the thread
 that allocated it, and memory that was used before needs no page faults.
@@ -27,7 +27,7 @@ from fastserial.config.performance import LOOK_AHEAD, NEAR_EXTENTS, READ_TOGETHE
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.directory import RecordEntry
 from fastserial.interrupts import Background, finish
-from fastserial.loading.arriving import OnHost, RecordChecks
+from fastserial.loading.arriving import HostRecord, RecordChecks
 from fastserial.loading.planner import plan_blocks
 from fastserial.loading.pump import Block, Delivery
 from fastserial.loading.reader import FastFileReader
@@ -41,15 +41,15 @@ _DIGITS = 20  # of a key that is looked at
 
 
 class _State(enum.Enum):
-    """Of the storages of one batch. The thread named takes the step to the next."""
+    """State of the storages of one group; the comment names the thread that makes the next step."""
 
-    PLANNED = enum.auto()  # without memory: the caller's allocates it
-    ALLOCATED = enum.auto()  # the reading one starts to read it
-    READING = enum.auto()  # the engine's deliver its blocks
-    THERE = enum.auto()
+    PLANNED = enum.auto()  # without memory: the caller's thread allocates it
+    ALLOCATED = enum.auto()  # the reading thread starts to read it
+    READING = enum.auto()  # the engine's threads deliver its blocks
+    COMPLETE = enum.auto()
 
 
-class _Batch:
+class _RecordGroup:
     """Neighbouring records.
 
     Attributes:
@@ -68,7 +68,7 @@ class _Batch:
         self.nbytes = sum(record.size for record in records)
         self.state = _State.PLANNED
         self.left = 0
-        self._arriving: dict[str, OnHost] = {}
+        self._arriving: dict[str, HostRecord] = {}
 
     def allocate(self, alignment: int) -> None:
         """Allocate the storages; `alignment`: of direct reads (bytes), 0 without.
@@ -76,7 +76,7 @@ class _Batch:
         Raises:
             RuntimeError: there is no memory.
         """
-        self._arriving = {record.name: OnHost(record, alignment) for record in self.records}
+        self._arriving = {record.name: HostRecord(record, alignment) for record in self.records}
         self.state = _State.ALLOCATED
 
     def memory(self) -> list[tuple[int, int]]:
@@ -87,13 +87,13 @@ class _Batch:
         """Return what to read."""
         return [read for one in self._arriving.values() for read in one.reads(checks)]
 
-    def take(self, record: RecordEntry) -> OnHost:
-        """Return a record that came, once."""
+    def take(self, record: RecordEntry) -> HostRecord:
+        """Return a record that has arrived, once."""
         return self._arriving.pop(record.name)
 
 
 class Prefetch:
-    """Reads records on a thread of its own, from `start` to `close`."""
+    """Reads records on a separate thread, from `start` to `close`."""
 
     def __init__(self, file: FastFileReader, records: Sequence[RecordEntry], verify: bool) -> None:
         """Plan to read stored, not empty records.
@@ -109,24 +109,24 @@ class Prefetch:
         policy = self._pump.policy
         self._alignment = 0 if policy.never_direct else policy.alignment
         self._pages = HugePages()
-        self._batches = _batches(records)
-        self._places = {
-            record.name: (batch, record) for batch in self._batches for record in batch.records
+        self._groups = _groups_of(records)
+        self._by_name = {
+            record.name: (group, record) for group in self._groups for record in group.records
         }
         self._checks = RecordChecks(file.name, records, verify)
-        self._next = 0  # batch that the thread reads next
-        self._provided = 0  # batches that have memory, but for those that were waited for
-        self._wanted: _Batch | None = None
+        self._next = 0  # group that the thread reads next
+        self._provided = 0  # groups that have memory, but for those that were waited for
+        self._wanted: _RecordGroup | None = None  # that the caller waits for
         self._held = 0  # bytes of records that have memory and were not taken
         self._lock = threading.Lock()  # of the engine's threads, where nothing interrupts
-        # Each thread waits for something in its queue, and then looks at what has changed.
+        # Each thread waits for anything in its queue, and then checks what has changed.
         self._arrivals: SimpleQueue[object] = SimpleQueue()  # for the caller's
         self._nudges: SimpleQueue[object] = SimpleQueue()  # for the one that reads
         self._error: BaseException | None = None
         self._finished = self._closed = False
         self._owner: weakref.ref[object] = weakref.ref(self)
         self._thread = Background()
-        nbytes = sum(batch.nbytes for batch in self._batches)
+        nbytes = sum(group.nbytes for group in self._groups)
         self._pump.expect(0, file.size, nbytes)
         file.bar.expect(nbytes)
 
@@ -145,76 +145,76 @@ class Prefetch:
     def take(self, name: str, nbytes: int) -> torch.UntypedStorage | None:
         """Return a record of `nbytes` bytes, once: the caller owns it then.
 
-        None: torch must read this record itself (not one of ours, asked for before, of another
+        None: torch must read this record itself (it was not planned, was taken before, has another
         size, or its local header is not where it should be).
 
         Raises:
             CorruptCheckpointError: the record is damaged (`verify`), or the file became shorter.
         """
-        found = self._places.pop(name, None)
+        found = self._by_name.pop(name, None)
         if found is None:
             return None
-        batch, record = found
-        if batch.state is not _State.THERE and not self._wait(batch):
+        group, record = found
+        if group.state is not _State.COMPLETE and not self._wait(group):
             return None
         self._release(record.size)
-        return self._checks.accept(batch.take(record), nbytes)
+        return self._checks.accept(group.take(record), nbytes)
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the reading before its time: torch must read the rest."""
+        """What ended the reading early: torch must read the rest."""
         return self._error
 
     def close(self) -> None:
-        """Stop, waiting only for reads under way. Idempotent."""
+        """Stop, waiting only for reads in progress. Idempotent."""
         self._closed = True
         self._nudges.put(None)
         finish(self._thread.join)
         self._checks.give_up()
-        self._places.clear()
-        self._batches.clear()
+        self._by_name.clear()
+        self._groups.clear()
 
     # -- the caller's thread -------------------------------------------------------------------
 
     def _provide(self) -> None:
-        """Allocate memory for what comes next, as far as the look-ahead goes."""
-        while self._provided < len(self._batches):
-            batch = self._batches[self._provided]
-            if batch.state is _State.PLANNED:
-                if self._held and self._held + batch.nbytes > LOOK_AHEAD:
+        """Allocate memory for the next groups, up to the limit of the look-ahead."""
+        while self._provided < len(self._groups):
+            group = self._groups[self._provided]
+            if group.state is _State.PLANNED:
+                if self._held and self._held + group.nbytes > LOOK_AHEAD:
                     break
                 try:
-                    self._allocate(batch)
-                except RuntimeError:  # no memory: it is an error once it is needed
+                    self._allocate(group)
+                except RuntimeError:  # no memory: an error only if it is needed
                     break
             self._provided += 1
         self._nudges.put(None)
 
-    def _allocate(self, batch: _Batch) -> None:
-        batch.allocate(self._alignment)
-        self._held += batch.nbytes
+    def _allocate(self, group: _RecordGroup) -> None:
+        group.allocate(self._alignment)
+        self._held += group.nbytes
 
-    def _wait(self, batch: _Batch) -> bool:
-        """Wait for a batch; False: it will not come, and torch's own way may say why."""
+    def _wait(self, group: _RecordGroup) -> bool:
+        """Wait for a group; False: it will not arrive, and torch's own reader may say why."""
         began = perf_counter()
-        if batch.state is _State.PLANNED:
-            self._allocate(batch)
-        self._wanted = batch
+        if group.state is _State.PLANNED:
+            self._allocate(group)
+        self._wanted = group
         self._nudges.put(None)
-        while batch.state is not _State.THERE and not self._finished:
+        while group.state is not _State.COMPLETE and not self._finished:
             self._arrivals.get()
         self._wanted = None
         ended = perf_counter()
         self.wait_seconds += ended - began
         trace.tell("wait for a storage", began, ended)
-        there = batch.state is _State.THERE
+        there = group.state is _State.COMPLETE
         if not there and isinstance(self._error, CorruptCheckpointError):
             raise self._error
         return there
 
     def _release(self, nbytes: int) -> None:
         self._held -= nbytes
-        if self._provided < len(self._batches):
+        if self._provided < len(self._groups):
             self._provide()
 
     # -- the thread that reads -----------------------------------------------------------------
@@ -238,52 +238,54 @@ class Prefetch:
     def _blocks(self) -> Iterator[Block | None]:
         """Yield the blocks to read, None where memory must be waited for."""
         while not self._is_over():
-            batch = self._chosen()
-            if batch is None:
+            group = self._chosen()
+            if group is None:
                 return
-            if batch.state is _State.PLANNED:
+            if group.state is _State.PLANNED:
                 yield None
                 if self._pump.in_flight:
                     self._pump.reap()
                 else:
                     self._nudges.get()
                 continue
-            batch.state = _State.READING
-            blocks = list(plan_blocks(batch.reads(self._checks), self._pump))
-            blocks[0].prepare = partial(self._pages.advise_all, batch.memory())
-            batch.left = len(blocks)
+            group.state = _State.READING
+            blocks = list(plan_blocks(group.reads(self._checks), self._pump))
+            blocks[0].prepare = partial(self._pages.advise_all, group.memory())
+            group.left = len(blocks)
             for block in blocks:
-                block.deliver = partial(self._arrived, batch, block.deliver)
+                block.deliver = partial(self._arrived, group, block.deliver)
                 yield block
 
-    def _chosen(self) -> _Batch | None:
-        """Return the batch to read next: the one waited for, or the next; None: there is none."""
+    def _chosen(self) -> _RecordGroup | None:
+        """Return the group that is waited for, else the next one; None: all are read."""
         unread = _State.PLANNED, _State.ALLOCATED
-        batch = self._wanted
-        if batch is not None and batch.state in unread:
-            return batch
-        while self._next < len(self._batches) and self._batches[self._next].state not in unread:
+        group = self._wanted
+        if group is not None and group.state in unread:
+            return group
+        while self._next < len(self._groups) and self._groups[self._next].state not in unread:
             self._next += 1
-        return self._batches[self._next] if self._next < len(self._batches) else None
+        return self._groups[self._next] if self._next < len(self._groups) else None
 
     def _is_over(self) -> bool:
         return self._closed or self._owner() is None
 
     # -- the engine's threads ------------------------------------------------------------------
 
-    def _arrived(self, batch: _Batch, deliver: Delivery, view: memoryview, address: int) -> None:
-        """Deliver a block, and take note of it."""
+    def _arrived(
+        self, group: _RecordGroup, deliver: Delivery, view: memoryview, address: int
+    ) -> None:
+        """Deliver a block, and count it."""
         deliver(view, address)
         with self._lock:
-            batch.left -= 1
-            if batch.left:
+            group.left -= 1
+            if group.left:
                 return
-            batch.state = _State.THERE
+            group.state = _State.COMPLETE
         self._arrivals.put(None)
 
 
-def _batches(records: Sequence[RecordEntry]) -> list[_Batch]:
-    """Return records in batches, in the order of reading.
+def _groups_of(records: Sequence[RecordEntry]) -> list[_RecordGroup]:
+    """Return records in groups, in the order of reading.
 
     That is the order of their keys, in which pickles ask for them, and in files of torch 2.7 and
     later the order of the file.
@@ -292,21 +294,21 @@ def _batches(records: Sequence[RecordEntry]) -> list[_Batch]:
         ((_order(record, index), record) for index, record in enumerate(records)),
         key=lambda item: item[1].header_offset,
     )
-    found: list[_Batch] = []
-    group: list[RecordEntry] = []
+    found: list[_RecordGroup] = []
+    near: list[RecordEntry] = []
     order = 0
     for number, record in keyed:
-        if group:
-            hole = record.header_offset - group[-1].data_end
-            length = record.data_end - group[0].header_offset
+        if near:
+            hole = record.header_offset - near[-1].data_end
+            length = record.data_end - near[0].header_offset
             if not 0 <= hole <= NEAR_EXTENTS or length > READ_TOGETHER:
-                found.append(_Batch(group, order))
-                group = []
-        order = min(order, number) if group else number
-        group.append(record)
-    if group:
-        found.append(_Batch(group, order))
-    return sorted(found, key=lambda batch: batch.order)
+                found.append(_RecordGroup(near, order))
+                near = []
+        order = min(order, number) if near else number
+        near.append(record)
+    if near:
+        found.append(_RecordGroup(near, order))
+    return sorted(found, key=lambda group: group.order)
 
 
 def _order(record: RecordEntry, index: int) -> int:

@@ -3,7 +3,7 @@
 The pump submits what it is given, reaps what is done, and recovers: a direct read that fails is
 done again through the page cache. A block arrives in a staging buffer, or in memory of its own, and
 is then delivered: copied to where it belongs and checksummed, by the thread that read it, while
-other blocks are on their way.
+other blocks are being read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastserial.reports import Transfer
 if TYPE_CHECKING:
     import torch
 
-    from fastserial.memory.ring import Ring
+    from fastserial.memory.buffers import Ring
 
 __all__ = ["STAGED", "Block", "InMemory", "InPieces", "Into", "OnDevice", "Pump", "ReadCounts"]
 
@@ -36,7 +36,7 @@ _NOTHING = Buffer(-1, memoryview(b""), 0)
 
 
 class Into:
-    """Where the bytes of a block come to before it is delivered."""
+    """Where the bytes of a block arrive before it is delivered."""
 
     __slots__ = ()
 
@@ -52,7 +52,7 @@ STAGED = _Staged()
 
 @dataclass(slots=True)
 class InMemory(Into):
-    """Memory where they belong (`Pump.takes_any_memory`)."""
+    """Their final memory (`Pump.takes_any_memory`)."""
 
     buffer: Buffer
 
@@ -68,7 +68,7 @@ class InPieces(Into):
 class OnDevice(Into):
     """Device memory, one-dimensional uint8, without the host (`ReadPolicy.takes_device_path`).
 
-    If that fails they come to a staging buffer, and are delivered; else they are not.
+    If that fails they arrive in a staging buffer and are delivered; else nothing is delivered.
     """
 
     memory: torch.Tensor
@@ -79,11 +79,11 @@ class Block:
     """One read.
 
     Attributes:
-        offset, length: place in the file (bytes). For direct I/O both are multiples of
+        offset, length: range in the file (bytes). For direct I/O both are multiples of
             `ReadPolicy.alignment`, or the block ends where the file does.
         deliver: called once with the bytes and their address, on any thread; with no bytes if
-            they came in pieces.
-        into: where they come to before.
+            they arrived in pieces.
+        into: where they arrive before that.
         direct: read it directly.
         prepare: called before it is read, while others are being read.
     """
@@ -166,12 +166,12 @@ class Pump:
 
     @property
     def takes_any_memory(self) -> bool:
-        """Whether blocks may come to memory of their own."""
+        """Whether blocks can be read to any memory, not only to staging buffers."""
         return self._engine.capabilities.any_memory
 
     @property
     def range_size(self) -> int:
-        """Bytes of the ranges of the file of which each is read by itself."""
+        """Bytes of the ranges of the file that are read separately."""
         policy = self.policy
         if not self.takes_any_memory or policy.lanes or policy.device_path is not None:
             return self.block_size
@@ -190,38 +190,38 @@ class Pump:
         return self.policy.transfer
 
     def stage_in(
-        self, ring: Ring | None, places: Collection[torch.device], taken: Transfer
+        self, ring: Ring | None, devices: Collection[torch.device], taken: Transfer
     ) -> None:
         """Use the buffers of a ring as staging buffers from here on; it is closed with this.
 
         Args:
             ring: where blocks for devices pass through that go by the host, if any do.
-            places: the devices.
+            devices: the devices.
             taken: the transfer type of those blocks.
         """
         self.ring = ring
-        self.policy.serve_devices(ring, places, taken, self._engine)
+        self.policy.serve_devices(ring, devices, taken, self._engine)
 
-    def join(self, places: Collection[torch.device]) -> None:
-        """Get ready for blocks for more devices, or later ones, after `stage_in`."""
+    def join(self, devices: Collection[torch.device]) -> None:
+        """Prepare for blocks for more devices, or later ones, after `stage_in`."""
         if self.ring is not None:
-            self.ring.join(places)
+            self.ring.join(devices)
         if self.policy.device_path is not None:
-            self.policy.device_path.join(places)
+            self.policy.device_path.join(devices)
 
     # -- many blocks ---------------------------------------------------------------------------
 
     def expect(self, first: int, stop: int, nbytes: int) -> None:
-        """Get ready for `nbytes` bytes of range [first, stop), read in the order of the file."""
+        """Prepare for reading `nbytes` bytes of range [first, stop) in the order of the file."""
         if self.takes_any_memory:
             self.policy.open_lanes(first, stop, nbytes)
 
     def read(self, blocks: Iterable[Block | None], until: Callable[[], bool] | None = None) -> None:
-        """Read blocks that come in the order of the file; returns when all have been delivered.
+        """Read blocks in the order of the file; returns when all have been delivered.
 
         Args:
-            blocks: None among them: nothing more is known now, what is held back must be read.
-            until: once it returns True, no more is read.
+            blocks: None among them: no further block is known yet, so those held back must be read.
+            until: reading ends once it returns True.
 
         Raises:
             OSError: a read failed.
@@ -282,7 +282,7 @@ class Pump:
             self._complete(completion)
 
     def close(self) -> None:
-        """Stop the engine and free the buffers, waiting only for reads under way. Idempotent."""
+        """Stop the engine and free the buffers, waiting only for reads in progress. Idempotent."""
         finish(self._engine.close, self._buffers.close, self.policy.close, self._free)
 
     def _free(self) -> None:

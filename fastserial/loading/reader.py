@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastserial.config import Config, current
-from fastserial.errors import CheckpointFileError, CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError
 from fastserial.files import linux
-from fastserial.files.linux import preadv
 from fastserial.files.sources import FileStamp, file_name, stamp
+from fastserial.formats.source import naming, read_to
 from fastserial.interrupts import Descriptors, finish
 from fastserial.loading.planner import plan_blocks
 from fastserial.loading.pump import Pump, ReadCounts
@@ -25,16 +25,16 @@ from fastserial.reports import HOST_ONLY, Latency, LoadReport, Transfer, publish
 if TYPE_CHECKING:
     import torch
 
-    from fastserial.memory.ring import Ring
+    from fastserial.memory.buffers import Ring
 
 __all__ = ["FastFileReader", "OccasionalReader", "report_load"]
 
 
 class FastFileReader:
-    """A regular file, open for reading at any place.
+    """A regular file, open for reading at any offset.
 
     Bytes that are in the page cache are read through it, others directly, both in blocks of
-    `block_size` with `queue_depth` of them on their way at once. Made for one thread at a time.
+    `block_size`, `queue_depth` of them at once. For use by one thread at a time.
     """
 
     def __init__(
@@ -76,45 +76,45 @@ class FastFileReader:
 
     @property
     def transfer(self) -> Transfer:
-        """The way to devices that was taken, and why."""
+        """The transfer type that was used for devices, and why."""
         return self.blocks.transfer
 
     @property
     def ring(self) -> Ring | None:
-        """Where bytes for devices pass through, after `attend`."""
+        """The staging buffers of bytes for devices, after `attend`."""
         return self.blocks.ring
 
     def attend(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Get ready to fill storages, some of which may be on devices.
+        """Prepare to fill storages, some of which may be on devices.
 
-        They come after what the calling thread's current streams hold now.
+        They are filled after what the calling thread's current streams hold now.
         """
         away = [storage for storage in storages if not is_on_host(storage)]
         if not away:
             return
-        from fastserial.memory.ring import open_ring  # not without a device
+        from fastserial.memory.buffers import open_ring  # not without a device
 
         synchronize(away)  # for what does not pass through the ring
-        places = {storage.device for storage in away}
+        devices = {storage.device for storage in away}
         blocks = self.blocks
         if blocks.ring is not None:
-            blocks.join(places)
+            blocks.join(devices)
             return
-        ring, taken = open_ring(self.config, places, blocks.takes_any_memory)
-        blocks.stage_in(ring, places, taken)
+        ring, taken = open_ring(self.config, devices, blocks.takes_any_memory)
+        blocks.stage_in(ring, devices, taken)
 
     def read_into(self, extents: Sequence[ReadExtent]) -> None:
-        """Read extents, in the order of the file; returns when all are in their places.
+        """Read extents, in the order of the file; returns when all have arrived.
 
-        Raises once no read is under way any more. After a failed read the reader reads no more.
+        Raises once no read is in progress. After a failed read the reader reads no more.
 
         Raises:
-            CorruptCheckpointError: an extent goes past the end, or the file changed.
+            CorruptCheckpointError: an extent ends after the file does, or the file changed.
             OSError: the disk failed; `filename` names the file.
         """
         if self._closed:
             raise ValueError("I/O operation on closed file.")
-        extents = [extent for extent in extents if extent.length]  # nothing may lie anywhere
+        extents = [extent for extent in extents if extent.length]  # an empty one may lie anywhere
         for extent in extents:
             if extent.offset < 0 or extent.length < 0 or extent.offset + extent.length > self.size:
                 raise CorruptCheckpointError(
@@ -139,8 +139,8 @@ class FastFileReader:
             if self.ring is not None:
                 self.ring.settle()
         except BaseException:
-            # Nothing may be on its way to memory that others use from here on: torch, which reads
-            # into the same storages instead, or their owner.
+            # No read may be in progress into memory that others use from here on: torch, which
+            # reads into the same storages instead, or their owner.
             blocks.close()
             raise
 
@@ -157,7 +157,7 @@ class FastFileReader:
         return _translated(self.name)
 
     def close(self) -> None:
-        """Close the file, waiting only for reads under way. Idempotent."""
+        """Close the file, waiting only for reads in progress. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -172,10 +172,10 @@ class FastFileReader:
 
 
 class OccasionalReader:
-    """A regular file that is read now and then: between reads only its descriptor is kept.
+    """A regular file that is read occasionally: between reads only its descriptor is kept.
 
-    Each call reads by itself: threads, signal handlers and forked children may read at a time.
-    What is little the caller's thread reads, more a `FastFileReader` that ends with the call.
+    Calls are independent: threads, signal handlers and forked children may read at the same time.
+    Few bytes are read by the caller's thread, more by a `FastFileReader` that ends with the call.
     """
 
     def __init__(self, path: str | os.PathLike[str], config: Config | None = None) -> None:
@@ -200,7 +200,7 @@ class OccasionalReader:
         return self._files is None
 
     def read_into(self, extents: Sequence[ReadExtent]) -> None:
-        """Read extents; returns when all are in their places.
+        """Read extents; returns when all have arrived.
 
         Raises:
             CorruptCheckpointError: the file changed since it was opened.
@@ -215,29 +215,21 @@ class OccasionalReader:
         if nbytes <= self._config.small_file and all(isinstance(one, HostSink) for one in sinks):
             with _translated(self.name):
                 for extent in extents:
-                    _read_here(self.fd, extent)
+                    buffer = extent.sink.memory_for(0, extent.length) if extent.length else None
+                    if buffer is not None:
+                        read_to(buffer.view, self.fd, extent.offset)
         else:
             with FastFileReader(self.fd, self._config, self.name) as reader:
                 reader.read_into(extents)
         _refuse_changed(self._stamp, self.fd, self.name)
 
     def close(self) -> None:
-        """Close the file, once reads under way in other threads are done. Idempotent."""
+        """Close the file, once reads in progress in other threads are done. Idempotent."""
         self._files = None
 
 
-def _read_here(fd: int, extent: ReadExtent) -> None:
-    place = extent.sink.place(0, extent.length) if extent.length else None
-    done = 0
-    while place is not None and done < extent.length:
-        got = preadv(fd, [place.view[done:]], extent.offset + done)
-        if got == 0:
-            raise CorruptCheckpointError("the file became shorter while it was read")
-        done += got
-
-
 def _stamp_of_file(fd: int, name: str) -> FileStamp:
-    """Return what an open file is like.
+    """Return what identifies the present state of an open file.
 
     Raises:
         OSError: it is no regular file.
@@ -257,10 +249,8 @@ def _refuse_changed(before: FileStamp, fd: int, name: str) -> None:
 def _translated(name: str) -> Iterator[None]:
     """Give errors of the body the file's name."""
     try:
-        yield
-    except CheckpointFileError as error:
-        error.path = error.path or name
-        raise
+        with naming(name):
+            yield
     except OSError as error:
         if error.filename is not None:
             raise
@@ -279,7 +269,7 @@ def _open(
     text = name or file_name(source, fd)
     try:
         return text, linux.reopen(fd, os.O_RDONLY, files)
-    except OSError:  # without /proc, or with rights given up: positions are never used
+    except OSError:  # without /proc, or after privileges were dropped: positions are never used
         return text, files.duplicate(fd)
 
 
@@ -291,10 +281,10 @@ def report_load(
     Args:
         counts: what was read.
         config: the options that it was read with.
-        transfer: the way to devices that was taken.
+        transfer: the transfer type that was used for devices.
         rest: the other fields of `LoadReport`.
     """
-    from fastserial.memory.ring import on_host  # rarely wanted, and not at the start
+    from fastserial.memory.buffers import on_host  # rarely needed, and not at the start
 
     if transfer == HOST_ONLY:
         transfer = on_host(config)

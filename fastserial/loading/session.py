@@ -1,4 +1,4 @@
-"""One `torch.load`: what the hooks know of it between its first and last step."""
+"""One `torch.load`: what the hooks know of it from its first to its last step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import weakref
 from io import BytesIO
 from time import perf_counter
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastserial.config import Config, current
 from fastserial.config.performance import SHORT_LOAD, MiB
@@ -17,9 +17,13 @@ from fastserial.files.sources import FileSource, file_source
 from fastserial.interrupts import finish
 from fastserial.loading.pump import ReadCounts
 from fastserial.loading.reader import FastFileReader, report_load
-from fastserial.loading.zip_reader import FastZipReader, StorageSource
+from fastserial.loading.zip_reader import FastZipReader
 from fastserial.memory.held_settings import paused_collection
 from fastserial.reports import HOST_ONLY
+
+if TYPE_CHECKING:
+    from fastserial.loading.device_records import DeviceRecords
+    from fastserial.loading.prefetch import Prefetch
 
 __all__ = ["LoadSession", "current_session"]
 
@@ -48,14 +52,14 @@ class LoadSession:
         self.began = perf_counter()
         self.file: BinaryIO | None = None
         self.source: FileSource | None = None
-        self.used = False  # `_load` or `_legacy_load` came by
-        self.ours = False  # torch does not read the storages itself
+        self.used = False  # `_load` or `_legacy_load` has asked for it
+        self.ours = False  # whether fastserial reads the storages, not torch
         self.container = "zip"
         self.fallback: str | None = None
         self.verified = False
         self.phases: dict[str, float] = {}
         self.reader: FastFileReader | None = None
-        self.prefetch: StorageSource | None = None
+        self.prefetch: Prefetch | DeviceRecords | None = None
         self.archive: FastZipReader | None = None
         self.pause = paused_collection()
 
@@ -64,7 +68,7 @@ class LoadSession:
         self.file = file
         self.source = file_source(file, self.config.small_file)
         if self.source is not None and self.source.size <= SHORT_LOAD:
-            # our objects beside torch's would bring a collection nearer, which may take as long
+            # our objects would bring the next garbage collection nearer, which may take as long
             self.pause.begin()
         _open.loads.append(weakref.ref(self))
         return file
@@ -97,7 +101,7 @@ class LoadSession:
             if archive is not None and archive.position is not None:
                 source.file.seek(source.start + archive.position)
         if isinstance(self.file, BytesIO) and not self.config.verify_on_load:
-            return  # unpickling a tensor comes here, too: it must not hide the load of a file
+            return  # unpickling a tensor calls this, too: it must not hide the load of a file
         self._publish()
 
     def _publish(self) -> None:
@@ -121,7 +125,7 @@ class LoadSession:
         """Open the file; `needed`: bytes that the storages will take in addition.
 
         Raises:
-            MemoryError: a limit leaves no room for what we need beyond torch.
+            MemoryError: a limit leaves too little address space for buffers and threads.
         """
         if not _has_room(self.config, needed):
             raise MemoryError("little address space is left (ulimit -v)")
@@ -133,7 +137,7 @@ def _has_room(config: Config, needed: int) -> bool:
     """Return whether a limit on address space (`ulimit -v`) leaves room for buffers and threads.
 
     Under a limit a thread costs its whole stack, and the heap that malloc reserves for it: with a
-    limit of 600 MiB beyond the storages' bytes, torch found no room for them.
+    limit of 600 MiB beyond the storages' bytes, torch could not allocate them.
 
     Args:
         config: the options in force.

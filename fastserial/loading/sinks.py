@@ -1,4 +1,4 @@
-"""Where the bytes of a read extent go: host memory, a device, or a comparison."""
+"""Destinations of the bytes of a read extent: host memory, a device, or a comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastserial.memory.storages import HostMemory, is_on_host, memmove
 if TYPE_CHECKING:
     import torch
 
-    from fastserial.memory.ring import Ring
+    from fastserial.memory.buffers import Ring
 
 __all__ = [
     "BytesSink",
@@ -30,9 +30,9 @@ class Sink(Protocol):
     """Takes the bytes of one extent, in pieces, in any order, on any thread."""
 
     def deliver(self, view: memoryview, address: int, start: int) -> None:
-        """Take `view`, which lies at host address `address`: the extent's bytes from `start` on."""
+        """Take `view`, at host address `address`: the extent's bytes from `start` on."""
 
-    def place(self, start: int, length: int) -> Buffer | None:
+    def memory_for(self, start: int, length: int) -> Buffer | None:
         """Return host memory that these bytes may be read into before they are delivered.
 
         They may begin before the extent and end after it, if the sink has memory there.
@@ -40,7 +40,7 @@ class Sink(Protocol):
 
 
 class ReadExtent:
-    """`length` bytes at `offset` of a file, and where they go."""
+    """`length` bytes at `offset` of a file, and their destination."""
 
     __slots__ = ("length", "offset", "sink")
 
@@ -64,10 +64,10 @@ class HostSink(HostMemory):
         self._spare = spare
 
     def deliver(self, view: memoryview, address: int, start: int) -> None:
-        if address != self.address + start:  # else it was read straight to its place
+        if address != self.address + start:  # else it was read in place
             memmove(self.address + start, address, len(view))
 
-    def place(self, start: int, length: int) -> Buffer | None:
+    def memory_for(self, start: int, length: int) -> Buffer | None:
         if start < -self._spare or start + length > self.nbytes + self._spare:
             return None
         return host_buffer(self.address + start, length)
@@ -76,8 +76,8 @@ class HostSink(HostMemory):
 class DeviceSink:
     """Bytes of a tensor on a device, given as one-dimensional uint8.
 
-    What comes in a buffer of the ring is on its way when it is delivered, and there when the ring
-    has settled.
+    What arrives in a buffer of the ring is still being copied when `deliver` returns, until the
+    ring has settled.
     """
 
     __slots__ = ("_bytes", "_ring")
@@ -107,7 +107,7 @@ class DeviceSink:
             # the buffer is used again, and the caller's stream is not this thread's
             torch.cuda.current_stream(self._bytes.device).synchronize()
 
-    def place(self, start: int, length: int) -> Buffer | None:
+    def memory_for(self, start: int, length: int) -> Buffer | None:
         return None
 
 
@@ -121,13 +121,13 @@ class BytesSink(HostSink):
         self.data = self._buffer.view
         super().__init__(self._buffer.address, length, self.data)
 
-    def place(self, start: int, length: int) -> Buffer | None:
+    def memory_for(self, start: int, length: int) -> Buffer | None:
         whole = length == self.nbytes
-        return self._buffer if whole else super().place(start, length)
+        return self._buffer if whole else super().memory_for(start, length)
 
 
 class ExpectedSink:
-    """Bytes that are known: anything else raises."""
+    """Compares bytes with those expected; a difference is an error."""
 
     __slots__ = ("_expected", "_what")
 
@@ -139,19 +139,20 @@ class ExpectedSink:
         if view != self._expected[start : start + len(view)]:
             raise CorruptCheckpointError(f"{self._what} is not what the pickle says")
 
-    def place(self, start: int, length: int) -> Buffer | None:
+    def memory_for(self, start: int, length: int) -> Buffer | None:
         return None
 
 
 class CheckedSink:
-    """Passes on the bytes of a record, and enters their CRC-32 in a ledger.
+    """Passes the bytes of a record on, and adds their CRC-32 to a ledger.
 
-    They begin at byte `first` of the record; if that is negative, with what lies before it.
+    They begin at byte `first` of the record; if that is negative, with what lies before it. Without
+    a sink only the ledger gets them.
     """
 
     __slots__ = ("_first", "_ledger", "_record", "_sink")
 
-    def __init__(self, sink: Sink, ledger: CrcLedger, record: int, first: int = 0) -> None:
+    def __init__(self, sink: Sink | None, ledger: CrcLedger, record: int, first: int = 0) -> None:
         self._sink = sink
         self._ledger = ledger
         self._record = record
@@ -162,10 +163,11 @@ class CheckedSink:
         own = view[-at:] if at < 0 else view
         if len(own):
             self._ledger.add(self._record, max(0, at), len(own), crc32(own))
-        self._sink.deliver(view, address, start)
+        if self._sink is not None:
+            self._sink.deliver(view, address, start)
 
-    def place(self, start: int, length: int) -> Buffer | None:
-        return self._sink.place(start, length)
+    def memory_for(self, start: int, length: int) -> Buffer | None:
+        return None if self._sink is None else self._sink.memory_for(start, length)
 
 
 def storage_sink(storage: torch.UntypedStorage, ring: Ring | None = None) -> Sink:

@@ -8,9 +8,9 @@ rebuilds tensors:
 - Called are these last four, with arguments of bounded length, and nothing else: no other object
   in such a pickle can be called.
 - State (BUILD) is given to an `OrderedDict` only, which the pickle has made.
-- What stands for a function here is in no value that is returned.
+- No stand-in for a function is in a value that is returned.
 
-Anything else, and any error, is torch's own unpickler's from the first byte on.
+Everything else, and any error, is left to torch's own unpickler, from the first byte on.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _ASK_FOR_BUILD = b"\x86c%b\nbuild\n\x86Q" % _BUILD_MODULE.encode()
 
 
 class _Refused(pickle.UnpicklingError):
-    """Torch's unpickler is to load it, or to say what is wrong."""
+    """Torch's unpickler must load it, or say what is wrong."""
 
 
-class _Call:
-    """A function for one pickle, which calls it with what costs no more than it is long."""
+class _GuardedFunction:
+    """A function for one pickle, which is called only with arguments of bounded cost."""
 
     __slots__ = ("__weakref__", "_fits", "_function")
 
@@ -104,7 +104,7 @@ class _PlainUnpickler(pickle.Unpickler):
         super().__init__(cast("Any", io.BufferedReader(cast("Any", io.BytesIO(data)))))  # peeks
         self.failure: BaseException | None = None
         self._load_storage = load_storage
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, _GuardedFunction] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if module == _BUILD_MODULE:
@@ -114,7 +114,7 @@ class _PlainUnpickler(pickle.Unpickler):
             return _constant(full)
         if full not in self._calls:
             function, fits = _CALLS[full]
-            self._calls[full] = _Call(function(), fits)
+            self._calls[full] = _GuardedFunction(function(), fits)
         return self._calls[full]
 
     def persistent_load(self, pid: Any) -> Any:
@@ -130,13 +130,13 @@ class _PlainUnpickler(pickle.Unpickler):
             self.failure = error
             raise
 
-    def loaned(self) -> list[weakref.ref[_Call]]:
-        """Return what stands for functions and must not be in what was loaded."""
+    def loaned(self) -> list[weakref.ref[_GuardedFunction]]:
+        """Return the stand-ins for functions, which must not be in what was loaded."""
         return [weakref.ref(call) for call in self._calls.values()]
 
 
 def _build(target: Any, state: Any) -> Any:
-    """Give state to an object: to tensors and storages, which others hold, none."""
+    """Give state to an `OrderedDict`; tensors and storages, which others hold, get none."""
     if type(target) is not OrderedDict or type(state) is not dict:
         raise _Refused("state")
     vars(target).update(state)
@@ -146,8 +146,8 @@ def _build(target: Any, state: Any) -> Any:
 class WeightsOnlyUnpickler(torchs.Unpickler):
     """Loads what torch's class loads, and fails as it does.
 
-    Made-up pickles that set items of a list or a tensor load here and not there: all that they
-    change is what they built themselves.
+    Crafted pickles that set items of a list or a tensor load here and not there: they can change
+    only what they built themselves.
     """
 
     def __init__(self, file: io.BytesIO, *, encoding: str = "bytes") -> None:
@@ -175,7 +175,7 @@ _OURS = SimpleNamespace(**{**vars(torchs), "Unpickler": WeightsOnlyUnpickler})
 
 
 def unpickler_module(stock: Any) -> Any:
-    """Return what stands in for `_load`'s `pickle_module`: torch's weights-only one, quicker."""
+    """Return what stands in for `_load`'s `pickle_module`: a faster weights-only unpickler."""
     if stock is not torchs or stock.Unpickler is not WeightsOnlyUnpickler.__base__:
         return stock
     return _OURS if current().fast_unpickler else stock

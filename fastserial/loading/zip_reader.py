@@ -1,14 +1,14 @@
-"""FastZipReader: takes the place of torch's PyTorchFileReader in `_load`.
+"""FastZipReader: stands in for torch's PyTorchFileReader in `_load`.
 
-torch's own reader still serves the pickle and the small records, and every storage that is not
-as expected; the others come from the prefetch.
+torch's own reader still serves the pickle and the small records, and every storage that is not as
+expected; the others come from the prefetch.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -16,23 +16,11 @@ from fastserial.checksums import check_crc, crc32
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.directory import Directory, RecordEntry
 
-__all__ = ["FastZipReader", "StorageSource"]
+if TYPE_CHECKING:
+    from fastserial.loading.device_records import DeviceRecords
+    from fastserial.loading.prefetch import Prefetch
 
-
-class StorageSource(Protocol):
-    """Storages that are read without torch."""
-
-    wait_seconds: float
-
-    @property
-    def error(self) -> BaseException | None:
-        """What ended the reading before its time."""
-
-    def take(self, name: str, nbytes: int) -> torch.UntypedStorage | None:
-        """Return a record of `nbytes` bytes, None if torch must read it itself."""
-
-    def close(self) -> None:
-        """Stop. Idempotent."""
+__all__ = ["FastZipReader"]
 
 
 class _Loaded:
@@ -48,7 +36,7 @@ class _Loaded:
 
 
 class FastZipReader:
-    """Serves records to `_load`; whatever it does not know itself, torch's reader does."""
+    """Serves records to `_load`; everything else is delegated to torch's reader."""
 
     def __init__(
         self,
@@ -56,18 +44,18 @@ class FastZipReader:
         path: str,
         limit: int,
         directory: Directory | None = None,
-        prefetch: StorageSource | None = None,
+        prefetch: Prefetch | DeviceRecords | None = None,
         verify: bool = False,
     ) -> None:
-        """Stand before `stock`, a PyTorchFileReader on the same file.
+        """Wrap `stock`, a PyTorchFileReader on the same file.
 
         Args:
             stock: torch's reader.
             path: the file's name, for errors.
             limit: bytes that no record can exceed, whatever the file says of it.
-            directory: the file's central directory; None: torch's reader is asked for sizes.
-            prefetch: storages on their way; None: torch reads them all.
-            verify: check the CRC-32 of what torch reads, too (needs the directory).
+            directory: the file's central directory; None: sizes come from torch's reader.
+            prefetch: reads the storages ahead; None: torch reads them all.
+            verify: also check the CRC-32 of what torch reads (needs the directory).
         """
         self.stock = stock
         self.position: int | None = None  # where torch would have left the file (bytes)

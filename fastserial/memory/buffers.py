@@ -1,23 +1,58 @@
-"""A pool of aligned staging buffers with a byte budget.
+"""Staging buffers: aligned host memory (`BufferPool`), or pinned memory for devices (`Ring`).
 
-The pool is the only memory a save needs beyond the objects themselves; its size does not depend
-on the checkpoint's. Device storages pass through it in chunks, too.
+The pool is the only memory a save needs beyond the objects themselves. Its size does not depend on
+the size of the checkpoint. Storages on devices pass through it in chunks, too.
+
+A `Ring` never waits for a copy before its buffer is needed: a save checksums and writes the blocks
+that have arrived while later ones are copied, and a load fills a buffer again once the device has
+copied its content. Its memory is kept between saves; `free_pinned` frees it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
-from collections.abc import Sequence
+import os
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
+from fastserial.config import Config, current
+from fastserial.config.performance import PAGE, PINNED_MOST, PINNED_RING, THROUGH_RING
 from fastserial.errors import EngineError
+from fastserial.interrupts import finish
+from fastserial.memory import devices
+from fastserial.memory.devices import Pinned
+from fastserial.memory.storages import StorageMemory, memmove
+from fastserial.reports import HOST_ONLY, Transfer
 
-__all__ = ["Buffer", "BufferPool", "host_buffer", "own_buffer"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "DIRECT",
+    "Buffer",
+    "BufferPool",
+    "PinnedStore",
+    "Ring",
+    "copy_to_host",
+    "free_pinned",
+    "host_buffer",
+    "instead",
+    "on_host",
+    "open_ring",
+    "own_buffer",
+    "pinned_store",
+]
 
 
 def host_buffer(address: int, nbytes: int) -> Buffer:
-    """Return host memory at an address as a buffer; whoever uses it keeps the memory alive."""
+    """Return host memory at an address as a buffer; the caller keeps the memory alive."""
     view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
     return Buffer(-1, view, address)
 
@@ -94,6 +129,317 @@ class BufferPool:
 
     def _unmap(self) -> None:
         self._anchor = None
-        # an error's traceback may still show a buffer; the memory goes when that does
+        # an error's traceback may still refer to a buffer, and keeps the memory
         with contextlib.suppress(BufferError):
             self._map.close()
+
+
+class Ring(BufferPool):
+    """Staging buffers in pinned memory, and the copies between them and devices.
+
+    One thread takes buffers and gives them back, as with any pool; who has a buffer may fetch to
+    it and send from it, on any thread.
+    """
+
+    def __init__(self, pinned: Pinned, count: int, nbytes: int) -> None:
+        """Divide pinned memory into up to `count` buffers of `nbytes` bytes, a multiple of 4096."""
+        before = -pinned.address % PAGE
+        count = min(count, (pinned.nbytes - before) // nbytes)
+        address = pinned.address + before
+        anchor: Any = (ctypes.c_char * (count * nbytes)).from_address(address)
+        anchor.owner = pinned  # a block that is being written keeps its memory, even after `close`
+        view = memoryview(anchor).cast("B")
+        self._pinned: Pinned | None = pinned
+        self._base = pinned.address
+        self._streams = pinned.streams
+        # by buffer; with what is copied, which must stay until then
+        self._fences: list[list[tuple[torch.Event, object]]] = [[] for _ in range(count)]
+        self._first = address
+        self._divide(view, address, count, nbytes)
+
+    def join(self, places: Iterable[torch.device]) -> bool:
+        """Get ready for copies from and to devices; False: one of them has no streams.
+
+        The copies follow the work now queued on the calling thread's current streams.
+        """
+        for device in places:
+            stream = self._streams.get(device) or devices.copy_stream(device)
+            if stream is None:
+                return False
+            stream.follow()
+            self._streams[device] = stream
+        return True
+
+    def take(self) -> Buffer:
+        """Take the buffer that was given back first, once no copy needs it any more.
+
+        Raises:
+            EngineError: there is none.
+            RuntimeError: a copy failed.
+        """
+        if self._free:
+            self._free.append(self._free.pop(0))  # the base class takes the last
+        buffer = super().take()
+        self.arrive(buffer)
+        return buffer
+
+    def fetch(self, buffer: Buffer, pieces: Iterable[tuple[int, StorageMemory, int, int]]) -> None:
+        """Start copies from devices to a buffer.
+
+        Args:
+            buffer: one that was taken.
+            pieces: (byte of the buffer, memory, first byte, bytes) of each copy.
+
+        Raises:
+            StorageChangedError: a storage was resized.
+        """
+        used: dict[torch.device, list[torch.Tensor]] = {}
+        try:
+            for at, memory, start, length in pieces:
+                memory.check()
+                used.setdefault(memory.device, []).append(memory.whole)
+                source = memory.whole[start : start + length]
+                self._streams[memory.device].fetch(source, self._host(buffer.address + at, length))
+        finally:
+            self._fences[buffer.index] += [
+                (self._streams[device].mark(), wholes) for device, wholes in used.items()
+            ]
+
+    def arrive(self, buffer: Buffer) -> None:
+        """Wait for the copies to and from a buffer.
+
+        Raises:
+            RuntimeError: a copy failed.
+        """
+        fences = self._fences[buffer.index]
+        while fences:
+            fences[-1][0].synchronize()
+            fences.pop()
+
+    def host(self, buffer: Buffer, length: int) -> torch.Tensor:
+        """Return the first bytes of a buffer, one-dimensional uint8."""
+        return self._host(buffer.address, length)
+
+    def keep(self, buffer: Buffer, fence: torch.Event, used: object) -> None:
+        """Let a buffer wait for an event of another stream, and keep an object until then."""
+        self._fences[buffer.index].append((fence, used))
+
+    def holds(self, address: int, length: int) -> bool:
+        """Return whether host memory is in a buffer of this ring."""
+        return self._first <= address and address + length <= self._first + len(self._whole)
+
+    def send(self, address: int, length: int, target: torch.Tensor) -> None:
+        """Start a copy of a buffer's bytes to a device's memory, one-dimensional uint8."""
+        stream = self._streams[target.device]
+        stream.send(self._host(address, length), target)
+        nbytes = self.buffers[0].nbytes
+        self._fences[(address - self._first) // nbytes].append((stream.mark(), target))
+
+    def settle(self) -> None:
+        """Wait for all copies.
+
+        Then every stream sees what was sent, as after a copy of torch's. It would not be enough if
+        only the caller's current stream waited.
+
+        Raises:
+            RuntimeError: a copy failed.
+        """
+        for buffer in self.buffers:
+            self.arrive(buffer)
+
+    def _host(self, address: int, length: int) -> torch.Tensor:
+        if self._pinned is None:
+            raise ValueError("the ring is closed")
+        start = address - self._base
+        return self._pinned.whole[start : start + length]
+
+    def close(self) -> None:
+        """Wait for all copies, and keep the memory for the next ring. Idempotent."""
+        if self._pinned is not None:
+            finish(self.settle, super().close)
+
+    def _unmap(self) -> None:
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            pinned_store.give(pinned)
+
+
+class PinnedStore:
+    """The pinned memory of a process: `PINNED_MOST` bytes, in pieces of `PINNED_RING`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal handler may save, too
+        self._kept: list[Pinned] = []
+        self._all: weakref.WeakSet[Pinned] = weakref.WeakSet()
+
+    @property
+    def held(self) -> int:
+        """Bytes that are pinned, in use or not."""
+        return sum(pinned.nbytes for pinned in list(self._all))
+
+    def take(self) -> Pinned | None:
+        """Return `PINNED_RING` bytes; None: other saves or loads use all that is allowed.
+
+        Raises:
+            RuntimeError: the system has none.
+        """
+        with self._lock:
+            if self._kept:
+                return self._kept.pop()
+            if self.held + PINNED_RING > PINNED_MOST:
+                return None
+            pinned = devices.pin(PINNED_RING)
+            self._all.add(pinned)
+            return pinned
+
+    def give(self, pinned: Pinned) -> None:
+        """Keep memory that nothing uses any more, for the next ring."""
+        with self._lock:
+            self._kept.append(pinned)
+
+    def free(self) -> int:
+        """Free what is not in use, and return how many bytes that was."""
+        with self._lock:
+            kept, self._kept = self._kept, []
+            nbytes = sum(pinned.nbytes for pinned in kept)
+            if kept:
+                kept.clear()
+                devices.unpin()
+            return nbytes
+
+    def forget(self) -> None:
+        """Start over in a forked child: the device and its pinned memory are the parent's."""
+        _parents.extend(self._all)
+        self.__init__()  # type: ignore[misc]
+
+
+_parents: list[Pinned] = []
+pinned_store = PinnedStore()
+freed_with_it: list[Callable[[], None]] = []  # what else is kept for the next save or load
+os.register_at_fork(after_in_child=pinned_store.forget)
+
+
+def free_pinned() -> int:
+    """Free the pinned host memory that is kept for the next save or load of device tensors.
+
+        print(fastserial.free_pinned(), "bytes freed")
+
+    Returns:
+        Bytes freed; memory that a save or load is using is kept.
+    """
+    for free in freed_with_it:
+        free()
+    return pinned_store.free()
+
+
+_log = logging.getLogger("fastserial")
+DIRECT = ("gds", "gpu_async", "gpu_batch")  # past the host: engines.gds
+_warned: set[str] = set()
+
+
+def instead(word: str, why: str) -> Transfer:
+    """Return the substitute for a transfer type that is not available; warn of it once."""
+    if word not in _warned:
+        _warned.add(word)
+        text = f"transfer {word!r}: {why}; going on with 'cpu_async_gpu'"
+        warnings.warn(text, UserWarning, stacklevel=2)
+    return Transfer("cpu_async_gpu", f"{word}: {why}")
+
+
+def on_host(config: Config) -> Transfer:
+    """Return the transfer type of a file whose tensors are all on the host, and why it is none."""
+    word = config.transfer
+    return Transfer("cpu", f"{word}: no tensor is on a device") if word in DIRECT else HOST_ONLY
+
+
+def _wanted(config: Config) -> Transfer:
+    """Return the transfer type to try through the host."""
+    word = config.transfer
+    if word == "auto":
+        return Transfer("cpu_async_gpu", "auto: pinned memory and streams of its own")
+    if word in DIRECT:
+        return Transfer("cpu_async_gpu", f"{word}: for blocks of files only")
+    return Transfer(word, "asked for")
+
+
+def open_ring(
+    config: Config, places: Collection[torch.device], any_memory: bool = True
+) -> tuple[Ring | None, Transfer]:
+    """Return a ring for copies from and to devices, or None, and the transfer type that it is.
+
+    The copies follow the work now queued on the calling thread's current streams. Without a ring
+    each copy is waited for.
+
+    Args:
+        config: the options in force.
+        places: the devices.
+        any_memory: the engine moves blocks from and to any memory, not only its own.
+    """
+    asked = _wanted(config)
+    if asked.word in ("cpu", "cpu_gpu"):
+        return None, Transfer("cpu_gpu", asked.why)
+    count = min(2 * config.queue_depth, PINNED_RING // config.block_size)
+    why = _objection(places, any_memory, count)
+    if why is None:
+        try:
+            pinned = pinned_store.take()
+        except RuntimeError as error:
+            why = f"no pinned memory: {error}"
+        else:
+            if pinned is not None:
+                ring = Ring(pinned, count, config.block_size)
+                try:
+                    ring.join(places)
+                except BaseException:
+                    ring.close()
+                    raise
+                return ring, asked
+            why = "other saves or loads use the pinned memory"
+    _log.debug("device tensors go through the host, one copy after the other: %s", why)
+    return None, Transfer("cpu_gpu", why)
+
+
+def copy_to_host(memory: StorageMemory, address: int, start: int, length: int) -> None:
+    """Copy bytes [start, start + length) of a device's memory to any host memory.
+
+    Large memory goes through a ring: the host copies the chunks that have arrived, while the device
+    copies the rest.
+
+    Raises:
+        StorageChangedError: the storage was resized.
+    """
+    config = current()
+    ring = open_ring(config, {memory.device})[0] if length >= THROUGH_RING else None
+    if ring is None:
+        memory.copy_to(address, start, length)
+        return
+    size = config.block_size
+    under_way: deque[tuple[Buffer, int]] = deque()
+    at = 0
+    try:
+        while at < length or under_way:
+            if at < length and ring.free:
+                buffer = ring.take()
+                ring.fetch(buffer, [(0, memory, start + at, min(size, length - at))])
+                under_way.append((buffer, at))
+                at += size
+                continue
+            buffer, done = under_way.popleft()
+            ring.arrive(buffer)
+            memmove(address + done, buffer.address, min(size, length - done))
+            ring.give(buffer)
+        memory.check()
+    finally:
+        ring.close()
+
+
+def _objection(places: Collection[torch.device], any_memory: bool, count: int) -> str | None:
+    """Return why no ring is possible, or None."""
+    if not any_memory:
+        return "the engine has buffers of its own"
+    if count < 2:
+        return "two blocks are more than the pinned memory: set a smaller block_size"
+    for device in places:
+        if not devices.has_streams(device):
+            return f"torch has no streams for {device.type}"
+    return None

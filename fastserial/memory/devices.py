@@ -1,7 +1,7 @@
 """Streams of a device that are for copies alone, and pinned host memory.
 
-Whatever torch gives streams and events will do: CUDA (by which name ROCm goes, too), XPU and
-others. Nothing of a device is touched before a tensor is on it: its context is there then.
+Any device for which torch has streams and events will do: CUDA (the name of ROCm, too), XPU and
+others. A device is not used before a tensor is on it: then its context exists.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _module(device: torch.device) -> Any:
 
 
 class CopyStream:
-    """A stream of torch's for copies between a device and pinned memory, beside everything else.
+    """A stream of torch's for copies between a device and pinned memory.
 
     The tensors are one-dimensional uint8, `device` on the device, `host` pinned, or on the device,
     too; both must stay as they are until a later `mark` is reached. Any thread may start copies.
@@ -106,14 +106,8 @@ class CopyStream:
         self._torch = _module(device)
         self._stream = self._torch.Stream(device)
 
-    @property
-    def handle(self) -> int:
-        """By which the device's driver knows it."""
-        handle: int = self._stream.cuda_stream
-        return handle
-
     def follow(self) -> None:
-        """Let copies started from here on wait for what the caller's current stream holds now."""
+        """Let later copies wait for the work now queued on the caller's current stream."""
         event = self._torch.Event()
         event.record(self._torch.current_stream(self._device))
         self._stream.wait_event(event)

@@ -1,7 +1,7 @@
-"""Settings of the interpreter, changed as long as anybody wants them so.
+"""Settings of the interpreter that are changed while at least one holder needs the change.
 
-The change lasts as long as a reference to it exists: no forgotten call makes it longer, and it
-needs no lock, which a signal handler could find taken. Who sets another value meanwhile keeps that.
+A change lasts as long as a reference to it exists: a forgotten call cannot prolong it, and it needs
+no lock, which a signal handler could find taken. If other code sets a value in between, that stays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["HeldSetting", "Hold", "paused_collection", "quick_switches"]
 
 
 class _Change:
-    """Shared by all who want it; sets the value back when it goes."""
+    """Shared by all holders; restores the value when the last reference is gone."""
 
     restore: Callable[[], object] = bool  # which does nothing
     value: Any = None  # the first number of the setting, as it was changed
@@ -31,7 +31,7 @@ class _Change:
 
 
 class HeldSetting:
-    """One setting, and the value that some want it to have for a time."""
+    """One setting, and the value that it has while it is held."""
 
     def __init__(
         self,
@@ -42,10 +42,9 @@ class HeldSetting:
         """Describe a setting.
 
         Args:
-            get: returns its value, some numbers; who changes the first one meanwhile keeps it.
+            get: returns its value, some numbers; if other code changes the first, that stays.
             put: sets it; called with what `get` returned. A function of C.
-            wanted: called with the value that it has, returns the one it is to have, or None
-                where it is to stay, as that one is.
+            wanted: called with the current value, returns the value to set, or None to leave it.
         """
         self._get = get
         self._put = put
@@ -54,13 +53,13 @@ class HeldSetting:
         os.register_at_fork(after_in_child=self._start_over)
 
     def hold(self) -> Hold:
-        """Return what changes the setting in the body of a `with`; in any number of threads."""
+        """Return a context manager that changes the setting; for any number of threads."""
         return Hold(self)
 
-    # No local refers to a change: an error that a program keeps would keep it.
+    # No local variable refers to a change: a stored exception would keep it.
 
     def _join(self, hold: Hold) -> None:
-        """Join the change that is on, or begin one."""
+        """Join the current change, or begin one."""
         hold._change = self._current() if self._current is not None else None
         if hold._change is None:
             value = self._get()
@@ -74,10 +73,10 @@ class HeldSetting:
 
     def _leave(self, hold: Hold) -> None:
         if hold._change is not None and self._get()[0] != hold._change.value:
-            hold._change.restore = bool  # other code has set another value
+            hold._change.restore = bool  # other code has set a value
 
     def _start_over(self) -> None:
-        """Forget, in a forked child, the threads that wanted it: they are not there."""
+        """Forget the holders in a forked child: their threads do not exist there."""
         change = self._current() if self._current is not None else None
         if change is not None:
             if self._get()[0] == change.value:
@@ -87,7 +86,7 @@ class HeldSetting:
 
 
 class Hold:
-    """One who wants a setting changed."""
+    """A holder of a changed setting."""
 
     __slots__ = ("_change", "_setting")
 
@@ -104,14 +103,14 @@ class Hold:
         try:
             self._setting._join(self)
         except BaseException:
-            self._change = None  # whoever keeps the error must not keep this
+            self._change = None  # a stored exception must not keep the change
             raise
 
     def __exit__(self, *error: object) -> None:
         self.end()
 
     def end(self) -> None:
-        """Want it no more. Idempotent."""
+        """Release the setting. Idempotent."""
         try:
             self._setting._leave(self)
         finally:
@@ -122,14 +121,14 @@ _HIGH = 1_000_000  # objects
 
 
 def paused_collection() -> Hold:
-    """Return what lets nobody collect cycles in the body of a `with`.
+    """Return a context manager that pauses the collection of cycles.
 
-    Each of thousands of new objects brings the next collection nearer, and a collection looks at
-    all that live: with 20,000 tensors that took a third of the time. Reference counting goes on.
+    Thousands of new objects trigger collections, and each collection visits all objects: with
+    20,000 tensors that took a third of the time. Reference counting is not affected.
 
-    A high threshold holds it off, not `gc.disable()`, which other code may call in between. Whoever
-    makes a million objects meanwhile, or keeps the error of an interrupted save in a cycle with its
-    pause, gets a collection all the same.
+    The pause is a high threshold, not `gc.disable()`, which other code may call in between. A
+    program that makes a million objects in between still gets a collection, and so does one that
+    stores the exception of an interrupted save in a cycle with its pause.
     """
     return _THRESHOLDS.hold()
 
@@ -145,11 +144,11 @@ _ROUND = 0.5e-6  # seconds. Python drops parts of microseconds: so much more, an
 
 
 def quick_switches() -> Hold:
-    """Return what lets threads take turns more often in the body of a `with`.
+    """Return a context manager that makes threads switch more often.
 
     A thread that computes in Python keeps the interpreter's lock for 5 ms, unless a program sets
-    another time (`sys.setswitchinterval`). A save beside one that never waits for anything has to
-    wait that long after each step that lets go of the lock.
+    another time (`sys.setswitchinterval`). While one thread only computes, a save has to wait
+    that long after each step that releases the lock.
     """
     return _INTERVAL.hold()
 

@@ -4,7 +4,7 @@ Touching a huge page for the first time takes 0.2 to 0.5 ms, and 2 to 6 ms where
 the free memory back (free page reporting). Small pages, of which the kernel has some that were
 never given back, take 1 to 2 ms for as many bytes. So pages are timed: a first load of 1 GB
 took 0.24 to 0.73 s, with huge pages throughout 1.9 to 2.4 s, by stock torch 0.5 to 1.7 s (a busy
-virtual machine). In memory that is at hand, timing makes no difference (0.985 to 1.009 x).
+virtual machine). In memory that is not taken back, timing makes no difference (0.985 to 1.009 x).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def gather_pages(address: int, nbytes: int) -> None:
 
 
 class HugePages:
-    """Lets new memory come on huge pages, until they turn out to be slow."""
+    """Requests huge pages for new memory, until they turn out to be slow."""
 
     def __init__(self) -> None:
         self._slow = 0
@@ -57,7 +57,7 @@ class HugePages:
         return self._slow >= SLOW_TOUCHES
 
     def advise(self, address: int, nbytes: int) -> None:
-        """Let memory come on huge pages, but for its unaligned ends.
+        """Request huge pages for memory, except for its unaligned ends.
 
         Direct reads to small pages were seen to take about one and a half times as long.
         """
@@ -73,7 +73,7 @@ class HugePages:
             self._untimed += length
 
     def advise_all(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Let memory of malloc's come on huge pages: (address, bytes), neighbours count as one.
+        """Request huge pages for memory of malloc's: (address, bytes), neighbours count as one.
 
         malloc has touched the edges, which makes the kernel map small pages beside them. 96 MB in
         pieces of 300 KB were read in 21 ms with the edges put on huge pages first, else in 57.
@@ -100,7 +100,7 @@ class HugePages:
                     done = page
 
     def _time_one(self, address: int) -> None:
-        """Touch a huge page; the next one comes the later, the more were fast."""
+        """Time a huge page; the more were fast, the later the next one is timed."""
         before = self._slow
         _advise(address, HUGE_PAGE, mmap.MADV_HUGEPAGE)
         self._time(address, mmap.PAGESIZE, _MADV_POPULATE_WRITE)

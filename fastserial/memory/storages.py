@@ -1,26 +1,33 @@
-"""The memory of storages, on the host or a device, and how its bytes get out."""
+"""The memory of storages, on the host or a device: one by one, or many as columns (`Batch`).
+
+A checkpoint may hold a million storages; an object for each would take too long.
+"""
 
 from __future__ import annotations
 
 import _thread
 import ctypes
 import os
-from collections.abc import Iterable, Sequence
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, repeat
+from operator import add, attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fastserial import trace
+from fastserial.config.performance import PACKED_BYTES, PACKED_STORAGE
 from fastserial.errors import StorageChangedError
 
 if TYPE_CHECKING:
     import torch
 
-
 __all__ = [
+    "Batch",
     "HostMemory",
     "Memory",
     "StorageMemory",
     "StorageOnHost",
+    "batch_of",
     "device_types",
     "host_bytes",
     "is_on_host",
@@ -28,12 +35,13 @@ __all__ = [
     "memmove",
     "new_storage",
     "other_threads",
+    "storage_batch",
     "storage_memory",
     "synchronize",
 ]
 
-# Bytes of a copy for which waiting for the interpreter's lock again takes longer than the copy. And
-# a thread that waits for the lock wakes up in vain each time that another lets go of it so shortly.
+# Up to so many bytes a copy is faster than acquiring the interpreter's lock again. A thread that
+# waits for the lock wakes up in vain each time that it is released so briefly.
 _SMALL = 64 * 1024
 _memmove_locked = ctypes.PYFUNCTYPE(
     ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
@@ -107,7 +115,7 @@ class StorageOnHost(HostMemory):
             raise StorageChangedError
 
 
-class _Piece(ctypes.Structure):
+class _IoVector(ctypes.Structure):
     """`struct iovec`."""
 
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
@@ -118,7 +126,7 @@ if _read_process is not None:
     _read_process.restype = ctypes.c_ssize_t
     _read_process.argtypes = (
         ctypes.c_int,
-        *(ctypes.POINTER(_Piece), ctypes.c_ulong) * 2,
+        *(ctypes.POINTER(_IoVector), ctypes.c_ulong) * 2,
         ctypes.c_ulong,
     )
 
@@ -127,7 +135,7 @@ def copied_by_kernel(target: int, source: int, length: int) -> bool:
     """Copy host memory; False if there is none at `source`, or the kernel may not copy here."""
     if _read_process is None:
         return False
-    to, of = _Piece(target, length), _Piece(source, length)
+    to, of = _IoVector(target, length), _IoVector(source, length)
     moved: int = _read_process(os.getpid(), to, 1, of, 1, 0)
     return moved == length
 
@@ -207,7 +215,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's values are the elements of its own storage, and nothing else."""
     import torch
 
-    plain: Any = torch._C._disabled_torch_dispatch_impl  # of all others Python says what they do
+    plain: Any = torch._C._disabled_torch_dispatch_impl  # all others are overridden in Python
     return (
         type(tensor).__torch_dispatch__ is plain
         and tensor.layout is torch.strided
@@ -256,3 +264,140 @@ def new_storage(nbytes: int) -> torch.UntypedStorage:
     make: Any = torch.UntypedStorage
     storage: torch.UntypedStorage = make(nbytes, device="cpu")
     return storage
+
+
+_AROUND = 128  # about how many container bytes come with a storage
+
+
+class Batch(NamedTuple):
+    """Storages in the order of the file.
+
+    Attributes:
+        addresses: of their bytes in host memory, 0 where they are not there or empty.
+        sizes: bytes of each.
+        memory: the memory of the storage at an index; the addresses are valid as long as this is
+            kept.
+        storages: the storages, if there are any: another thread may resize them.
+    """
+
+    addresses: Sequence[int]
+    sizes: Sequence[int]
+    memory: Callable[[int], Memory]
+    storages: Sequence[torch.UntypedStorage] | None = None
+
+    def texts(self, begin: int, end: int) -> list[bytes]:
+        """Copy the host memory of [begin, end).
+
+        Raises:
+            StorageChangedError: a storage was resized since the batch was made.
+        """
+        sizes = self.sizes[begin:end]
+        if self.storages is None:
+            return list(map(bytes_at, self.addresses[begin:end], sizes))
+        some = self.storages[begin:end]
+        # no Python bytecode runs between reading a storage's address and copying it, so no other
+        # thread can resize it there
+        texts = list(map(bytes_at, map(self._address, some), map(self._size, some)))
+        if list(map(len, texts)) != list(sizes):
+            raise StorageChangedError
+        return texts
+
+    @property
+    def _address(self) -> Callable[[torch.UntypedStorage], int]:
+        from torch import UntypedStorage
+
+        return UntypedStorage.data_ptr
+
+    @property
+    def _size(self) -> Callable[[torch.UntypedStorage], int]:
+        from torch import UntypedStorage
+
+        return UntypedStorage.nbytes
+
+    def pieces(self) -> Iterator[tuple[int, int, bool]]:
+        """Cut the batch up: (first, one past the last, whether to pack them) of each piece.
+
+        Small host storages are packed, about `PACKED_BYTES` in a piece; any other one is alone.
+        """
+        columns = enumerate(zip(self.addresses, self.sizes, strict=True))
+        alone = [
+            index
+            for index, (address, size) in columns
+            if not address or not 0 < size <= PACKED_STORAGE
+        ]
+        count = len(self.sizes)
+        ends = list(accumulate(map(add, self.sizes, repeat(_AROUND))))
+        first = 0
+        for index in (*alone, count):
+            while first < index:
+                before = ends[first - 1] if first else 0
+                stop = min(bisect_left(ends, before + PACKED_BYTES) + 1, index)
+                yield first, stop, True
+                first = stop
+            if index < count:
+                yield index, index + 1, False
+                first = index + 1
+
+    def beginning_with(self, mark: bytes, length: int) -> dict[int, bytes]:
+        """Return the first `length` bytes of the storages that begin with `mark`, by index.
+
+        Those of fewer than `length` bytes do not count.
+
+        Raises:
+            StorageChangedError: a storage was resized since the batch was made.
+        """
+        columns = enumerate(zip(self.addresses, self.sizes, strict=True))
+        readable = [index for index, (address, size) in columns if address and size >= length]
+        marks = self._heads(readable, len(mark))
+        found: dict[int, bytes] = {}
+        if mark in marks:
+            for index, text in zip(readable, marks, strict=True):
+                if text == mark:
+                    found[index] = host_bytes(self.memory(index), length)
+        if 0 in self.addresses:
+            for index, size in enumerate(self.sizes):
+                if size >= length and not self.addresses[index]:
+                    head = host_bytes(self.memory(index), length)
+                    if head.startswith(mark):
+                        found[index] = head
+        return found
+
+    def _heads(self, indices: Sequence[int], length: int) -> list[bytes]:
+        lengths = repeat(length)
+        if self.storages is None:
+            return list(map(bytes_at, map(self.addresses.__getitem__, indices), lengths))
+        some = list(map(self.storages.__getitem__, indices))
+        there = map(min, map(self._size, some), lengths)  # as in `texts`
+        return list(map(bytes_at, map(self._address, some), there))
+
+
+def storage_batch(storages: Sequence[torch.UntypedStorage]) -> Batch:
+    """Return the memory of many storages, which it keeps alive."""
+    from torch import UntypedStorage
+
+    sizes = list(map(UntypedStorage.nbytes, storages))
+    if device_types(storages) <= {"cpu"}:
+        addresses = list(map(UntypedStorage.data_ptr, storages))
+    else:
+        addresses = [s.data_ptr() if is_on_host(s) else 0 for s in storages]
+    shared = other_threads()
+
+    def memory(index: int) -> Memory:
+        storage, size = storages[index], sizes[index]
+        if is_on_host(storage):
+            return StorageOnHost(storage, addresses[index], size, shared)
+        found = StorageMemory(storage)
+        if found.nbytes != size:
+            raise StorageChangedError
+        return found
+
+    return Batch(addresses, sizes, memory, storages)
+
+
+def batch_of(memories: Sequence[Memory]) -> Batch:
+    """Return memories of any kind as a batch."""
+    addresses = [
+        memory.address if isinstance(memory, HostMemory) and memory.nbytes else 0
+        for memory in memories
+    ]
+    return Batch(addresses, [memory.nbytes for memory in memories], memories.__getitem__)

@@ -1,4 +1,4 @@
-"""Memory that is never touched: an address for each byte of a state that nobody holds as a whole.
+"""Memory that is never touched: an address for each byte of a state that exists nowhere as a whole.
 
 torch pickles a tensor without looking at its bytes. So tensors over such memory make torch lay out
 the file of the full state, at no cost.

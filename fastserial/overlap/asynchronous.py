@@ -1,7 +1,7 @@
-"""`save_async`: pickled at the call, written beside the program.
+"""`save_async`: pickled at the call, written by another thread.
 
-torch pickles in the calling thread, so the pickle and everything that is no tensor are of the
-moment of the call. What is left are the storages' bytes, and a layout that says where each goes.
+torch pickles in the calling thread, so everything except the storages' bytes is fixed at the call.
+The layout says where in the file each storage is written.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,9 +30,9 @@ from fastserial.errors import (
 )
 from fastserial.files.targets import StockWay
 from fastserial.formats.zip.layout import ZipPlan, archive_name
-from fastserial.memory.batch import Batch
 from fastserial.memory.held_settings import quick_switches
-from fastserial.overlap import guard, pending
+from fastserial.memory.storages import Batch
+from fastserial.overlap import pending
 from fastserial.overlap.pending import PendingSave
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.overlap.watch import Reached, noting
@@ -76,15 +77,19 @@ def save_async(
 ) -> PendingSave:
     """Save as `torch.save(obj, path)` does, and return before the file is written.
 
-    The file becomes what `torch.save` would have made of the object at the call, or stays as it
-    was. A save to a target waits for the one before it; at most two are under way.
+        saving = fastserial.save_async(state, "ckpt.pt")
+        optimizer.step()  # the file holds the state of the call
+        print(saving.wait())
+
+    The file becomes what `torch.save` would have written at the call, or stays as it was. A save to
+    a target waits for the one before it; at most two are pending.
 
     Args:
         obj: what to save. It is pickled at the call.
-        path: the file. What is not one that can be replaced is saved before the call returns.
+        path: the file. Where none can be replaced, the save is made before the call returns.
         snapshot: `copy`: tensors are copied, and may be changed as soon as the call returns.
-            `in_place`: they are read while the program goes on; optimizers wait before a step
-            until what they change is taken. Small tensors are copied.
+            `in_place`: they are read while the program continues; optimizer steps wait until the
+            bytes that they change are taken. Small tensors are copied.
         snapshot_budget: bytes that copies may take, of all saves together; by default half of the
             memory that is free, divided by the ranks of the node. With `copy`, what does not fit is
             written before the call returns.
@@ -95,8 +100,8 @@ def save_async(
 
     Raises:
         WriteError: the target cannot be written.
-        Exception: the object cannot be pickled, or the last save to this target failed and nobody
-            has asked.
+        Exception: the object cannot be pickled, or the last save to this target failed and no
+            caller has seen its error.
     """
     check_snapshot(snapshot, snapshot_budget)
     if unknown := torch_save_arguments.keys() - _ARGUMENTS.keys():
@@ -106,10 +111,10 @@ def save_async(
 
 
 def check_snapshot(kind: object, budget: object) -> None:
-    """Make sure that a snapshot can be taken that way, with that budget.
+    """Check the arguments of a snapshot.
 
     Raises:
-        ConfigError: the kind is unknown, or the budget is no number of bytes.
+        ConfigError: the kind is unknown, or the budget is not a number of bytes.
     """
     if kind not in KINDS:
         raise ConfigError(f'snapshot must be "copy" or "in_place", not {kind!r}')
@@ -147,72 +152,63 @@ def start_save(
     began = perf_counter() if began is None else began
     torch.serialization._check_dill_version(arguments["pickle_module"])
     name: Any = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    target = ""
+    found: _AsyncWork | str  # the work for another thread, or why there is none
     if not isinstance(name, str):
-        return _blocking(obj, path, "", arguments, "not a path", then)
-    target = os.path.realpath(name) if "\0" not in name else name
-    pending.admit(target)
-    if patched("_save") is None:
-        return _blocking(
-            obj, name, target, arguments, "this torch stays stock", then, prefix, otherwise
-        )
-    if not arguments["_use_new_zipfile_serialization"]:
-        reason = "the legacy container is saved before the call returns"
-        return _blocking(obj, name, target, arguments, reason, then)
-    told = _Told(kind, budget, began)
-    with quick_switches():
-        work = _prepare(told, obj, name, prefix, steady, arguments)
-    if isinstance(work, StockWay):
-        return _blocking(obj, name, target, arguments, work.reason, then, prefix, otherwise)
-    work.then = then
-    taken = told.taken = work.taken
-    save = PendingSave(name, target, taken)
+        name, found = path, "not a path"
+    else:
+        target = os.path.realpath(name) if "\0" not in name else name
+        pending.admit(target)
+        if patched("_save") is None:
+            found = "this torch stays stock"
+        elif not arguments["_use_new_zipfile_serialization"]:
+            found = "the legacy container is saved before the call returns"
+        else:
+            taken = Snapshot(name, kind, budget, Reached(), steady, began)
+            with quick_switches():
+                found = _prepare(taken, obj, prefix, arguments)
+    if isinstance(found, str):
+        _log.debug("%s: saved before the call returns: %s", name, found)
+        work = partial(_save_now, obj, name, target, arguments, found, then, prefix, otherwise)
+        return pending.finished(str(name), target, work)
+    found.then = then
     del obj
-    if told.kind == "blocking":
-        return pending.finished(name, target, work)
-
-    def first() -> None:
-        if kind == "in_place":
-            guard.protect(taken)
-
+    save = PendingSave(name, target, taken)
+    if taken.kind == "blocking":
+        return pending.finished(name, target, found)
     try:
         with quick_switches():
-            started = pending.run_beside(save, work, first)
+            started = pending.run_beside(save, found, taken)
         if not started:
-            return pending.finished(name, target, work)
-        taken.wait_unwatched()
+            return pending.finished(name, target, found)
+        taken.end_call()
     except BaseException:  # Ctrl-C
         taken.abandon()
         raise
-    told.stall = perf_counter() - began
     return save
 
 
 def _prepare(
-    told: _Told,
-    obj: object,
-    name: str,
-    prefix: str | None,
-    steady: Set[int] | None,
-    arguments: Mapping[str, Any],
-) -> _Work | StockWay:
-    """Open the file and lay the object out; or say why torch has to write it."""
-    with options(on_report=told):
-        found = save_hooks.zip_writer(name, prefix)
+    taken: Snapshot, obj: object, prefix: str | None, arguments: Mapping[str, Any]
+) -> _AsyncWork | str:
+    """Open the file and lay the object out; or return why torch has to write it."""
+    on_report = config.current().on_report
+    with options(on_report=None):  # it gets the report that includes the snapshot
+        found = save_hooks.zip_writer(taken.path, prefix)
     if isinstance(found, StockWay):
-        return found
+        return found.reason
     writer, archive, _ = found
     try:
-        taken = Snapshot(name, told.kind, told.budget, Reached(), steady)
-        layout = _Layout(name, archive, taken)
+        layout = _Layout(taken.path, archive, taken)
         module = arguments["pickle_module"]
-        # Of copies nobody asks whether their tensors changed: with 20,000 that takes a tenth.
-        watched = told.kind == "in_place"
+        # Copies need no counters: with 20,000 tensors recording them takes a tenth of the call.
+        watched = taken.kind == "in_place"
         with layout, noting(module, taken.reached) if watched else nullcontext(module) as module:
             _pickle(obj, layout, {**arguments, "pickle_module": module})
         taken.begin()
         if not layout.whole:
-            told.kind = "blocking"
-        return _Work(writer, layout.plan, taken, told)
+            taken.kind = "blocking"
+        return _AsyncWork(writer, layout.plan, taken, on_report)
     except BaseException:
         writer.abort()
         raise
@@ -230,7 +226,7 @@ def _pickle(obj: object, layout: _Layout, arguments: Mapping[str, Any]) -> None:
 
 
 def size_of(obj: object, path: str) -> int | None:
-    """Return the bytes of the file that would be written, None where torch writes it.
+    """Return the size of the file that would be written (bytes), None where torch writes it.
 
     Raises:
         Exception: the object cannot be pickled.
@@ -246,7 +242,7 @@ class _Layout(ZipArchive):
     """Lays an archive out, and writes nothing.
 
     Attributes:
-        whole: torch handed all storages over together; those that it did not are not copied.
+        whole: torch passed all storages in one call; those passed by themselves are not copied.
     """
 
     def __init__(self, path: str, archive: str, taken: Snapshot | None = None) -> None:
@@ -294,43 +290,14 @@ class _PlanSink:
         pass
 
 
-class _Told:
-    """Takes the writer's report, and adds what that does not know. Holds nothing of the state.
-
-    Attributes:
-        kind, budget: of the snapshot; `blocking`: it is written before the call returns.
-        taken: the snapshot.
-        stall: seconds that the call took, once it is over.
-        report: what the save did, once it has ended.
-    """
-
-    taken: Snapshot
-
-    def __init__(self, kind: str, budget: int | None, began: float) -> None:
-        self.kind = kind
-        self.budget = budget
-        self.stall: float | None = None
-        self.report: SaveReport | None = None
-        self._began = began
-        self._on_report = config.current().on_report
-
-    def __call__(self, report: SaveReport) -> None:
-        stall = perf_counter() - self._began if self.stall is None else self.stall
-        snapshot = self.taken.report(self.kind, self.budget, stall)
-        self.report = replace(report, snapshot=snapshot)
-        publish_save(self.report, again=True)
-        if self._on_report is not None:
-            self._on_report(self.report)
-
-
 @dataclass(slots=True)
-class _Work:
-    """Writes what was laid out."""
+class _AsyncWork:
+    """Writes what was laid out. Holds nothing of the state but the snapshot."""
 
     writer: FastFileWriter
     plan: ZipPlan
     taken: Snapshot
-    told: _Told
+    on_report: Callable[[SaveReport], object] | None
     then: Callable[[], object] | None = None
 
     def __call__(self) -> SaveReport:
@@ -347,57 +314,54 @@ class _Work:
             raise
         finally:
             taken.end()
+        if writer.report is None:
+            raise FastserialError(f"{taken.path}: the save has ended without a report")
+        report = replace(writer.report, snapshot=taken.report())
+        publish_save(report, self.on_report, again=True)
         if self.then is not None:
             self.then()
-        if self.told.report is None:
-            raise FastserialError(f"{taken.path}: the save has ended without a report")
-        return self.told.report
+        return report
 
 
-def _blocking(
+def _save_now(
     obj: object,
     path: Any,
     target: str,
     arguments: Mapping[str, Any],
     reason: str,
     then: Callable[[], object] | None,
-    prefix: str | None = None,
-    otherwise: Callable[[], object] | None = None,
-) -> PendingSave:
-    """Save as `torch.save` does, before the call returns, and say why."""
+    prefix: str | None,
+    otherwise: Callable[[], object] | None,
+) -> SaveReport:
+    """Save as `torch.save` does, before the call returns, and report why."""
     zip_container = arguments["_use_new_zipfile_serialization"]
-
-    def work() -> SaveReport:
-        began = perf_counter()
-        writer = None
-        if target and not arguments["_disable_byteorder_record"]:
-            writer = write(
-                obj,
-                path,
-                zip_container=zip_container,
-                pickle_module=arguments["pickle_module"],
-                pickle_protocol=arguments["pickle_protocol"],
-                prefix=prefix,
-                otherwise=otherwise,
-            )
-        else:
-            torch.save(obj, path, **arguments)
-        seconds = perf_counter() - began
-        done = (writer.report if writer is not None else None) or SaveReport(
-            path=str(path),
-            container="zip" if zip_container else "legacy",
-            bytes=os.path.getsize(path) if target and os.path.isfile(path) else 0,
-            seconds=seconds,
-            engine="torch",
-            direct=False,
-            durable=False,
+    began = perf_counter()
+    writer = None
+    if target and not arguments["_disable_byteorder_record"]:
+        writer = write(
+            obj,
+            path,
+            zip_container=zip_container,
+            pickle_module=arguments["pickle_module"],
+            pickle_protocol=arguments["pickle_protocol"],
+            prefix=prefix,
+            otherwise=otherwise,
         )
-        snapshot = SnapshotReport(kind="blocking", stall=seconds)
-        report = replace(done, fallback=done.fallback or reason, snapshot=snapshot)
-        publish_save(report, again=True)
-        if then is not None:
-            then()
-        return report
-
-    _log.debug("%s: saved before the call returns: %s", path, reason)
-    return pending.finished(str(path), target, work)
+    else:
+        torch.save(obj, path, **arguments)
+    seconds = perf_counter() - began
+    done = (writer.report if writer is not None else None) or SaveReport(
+        path=str(path),
+        container="zip" if zip_container else "legacy",
+        bytes=os.path.getsize(path) if target and os.path.isfile(path) else 0,
+        seconds=seconds,
+        engine="torch",
+        direct=False,
+        durable=False,
+    )
+    snapshot = SnapshotReport(kind="blocking", stall=seconds)
+    report = replace(done, fallback=done.fallback or reason, snapshot=snapshot)
+    publish_save(report, again=True)
+    if then is not None:
+        then()
+    return report

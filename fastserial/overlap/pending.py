@@ -1,10 +1,10 @@
-"""Saves under way: one at a time for each target, few in all, and no error is lost.
+"""Pending saves: one at a time for each target, few in all, and no error is lost.
 
-An error is raised where somebody waits for the save, else at the next save to the same target,
-else logged when the interpreter exits. It does not exit before the saves have ended.
+An error is raised where a caller waits for the save, else at the next save to the same target,
+else logged when the interpreter exits. The interpreter does not exit before the saves have ended.
 
-There is no lock: a signal handler that waits for a save could find it taken by its own thread, and
-the thread that saves would wait for it, too. Lists are changed by single calls of C instead.
+There is no lock: a signal handler that waits for a save could find it held by its own thread, and
+the saving thread would wait for it as well. Lists are changed by single calls of C instead.
 """
 
 from __future__ import annotations
@@ -34,18 +34,21 @@ _MOST = 2  # one is written, one waits for its turn
 
 
 class PendingSave:
-    """A save that may still be under way.
+    """A save that may still be running.
 
-    It has a `concurrent.futures.Future`'s methods, but none to cancel it, and `await` works on it.
+        saving = fastserial.save_async(state, "ckpt.pt")
+        print(saving.done(), saving.result(timeout=60))
+
+    It has the methods of a `concurrent.futures.Future` except `cancel`, and can be awaited.
     """
 
     def __init__(self, path: str, target: str, snapshot: Snapshot | None = None) -> None:
-        """Note a save to come.
+        """Register a save that has not started.
 
         Args:
             path: as the user gave it.
             target: the file it leads to.
-            snapshot: what it saves, as long as that is not taken.
+            snapshot: the storages that it saves, until their bytes are taken.
         """
         self._path = path
         self._target = target
@@ -67,11 +70,11 @@ class PendingSave:
 
     @property
     def report(self) -> SaveReport | None:
-        """What the save did, once it has ended well."""
+        """What the save did, once it has succeeded."""
         return self._report
 
     def done(self) -> bool:
-        """Tell whether the save has ended, well or not."""
+        """Return whether the save has ended, with or without an error."""
         return self._end.is_set()
 
     def wait(self, timeout: float | None = None) -> SaveReport:
@@ -81,7 +84,7 @@ class PendingSave:
             timeout: seconds; None: as long as it takes.
 
         Raises:
-            TimeoutError: it has not ended by then. It goes on.
+            TimeoutError: it has not ended by then. It continues.
             TornSnapshotError: what was saved in place was changed meanwhile.
             WriteError: the file could not be written.
         """
@@ -96,7 +99,7 @@ class PendingSave:
 
     def __await__(self) -> Generator[Any, None, SaveReport]:
         """Let other tasks of the event loop run until the save ends; raise and return as `wait`."""
-        import asyncio  # whoever needs it has it by now
+        import asyncio  # slow to import; who awaits has imported it
 
         loop = asyncio.get_running_loop()
         end: asyncio.Future[None] = loop.create_future()
@@ -116,7 +119,7 @@ class PendingSave:
     def add_done_callback(self, function: Callable[[PendingSave], object]) -> None:
         """Call a function with this object when the save has ended, at once if it has.
 
-        It is called on the thread that saves. What it raises is logged.
+        It is called on the saving thread. What it raises is logged.
         """
         self._callbacks.append(function)
         if self.done():
@@ -137,24 +140,23 @@ class PendingSave:
         """Wait for the end of the save, and return the error that ended it, or None.
 
         Raises:
-            TimeoutError: it has not ended after so many seconds. It goes on.
+            TimeoutError: it has not ended after so many seconds. It continues.
         """
         if self._thread == threading.get_ident() and not self.done():
             raise FastserialError(f"{self._path}: a save cannot wait for itself")
         with at_rest():
             if not self._end.wait(timeout):
                 raise TimeoutError(f"{self._path}: not saved within {timeout} seconds")
-        guard.tidy()
         _drop(_failed, self)
         return self._error
 
     def wait_snapshot(self, timeout: float | None = None) -> None:
-        """Return when what is saved may be changed: all of it is written, or copied now.
+        """Return when the tensors may be changed: all bytes are written, or are copied now.
 
-        Optimizers do it by themselves before a step. Call it before other changes in place.
+        Optimizer steps wait by themselves. Call it before other changes in place.
 
         Raises:
-            TimeoutError: that was not so after so many seconds.
+            TimeoutError: bytes are left after so many seconds.
         """
         snapshot = self._snapshot
         if snapshot is None:
@@ -177,21 +179,23 @@ class PendingSave:
 
 
 _pending: list[PendingSave] = []  # in the order of the calls
-_failed: list[PendingSave] = []  # whose errors nobody has seen
+_failed: list[PendingSave] = []  # whose errors no caller has seen
 
 
 def wait_all() -> None:
-    """Wait for all saves under way.
+    """Wait for all pending saves.
+
+        fastserial.save_async(state, "ckpt.pt")
+        fastserial.wait_all()
 
     Raises:
-        Exception: the error of one that failed, and that nobody has seen; the next call raises
+        Exception: the error of one that failed, if no caller has seen it; the next call raises
             the next one.
     """
     while waiting := list(_pending):
         for save in waiting:
             with at_rest():
                 save._end.wait()
-    guard.tidy()
     for failed in _failed:
         failed.wait()
 
@@ -200,12 +204,11 @@ def admit(target: str) -> None:
     """Wait until a save to a target may start.
 
     Raises:
-        Exception: the error of the last save to this target, if nobody has seen it.
+        Exception: the error of the last save to this target, if no caller has seen it.
     """
     if _is_saving():
         return
-    guard.tidy()
-    while before := _in_the_way(target):
+    while before := _blocking_save(target):
         with at_rest():
             before._end.wait()
     for failed in _failed:
@@ -213,7 +216,7 @@ def admit(target: str) -> None:
             failed.wait()
 
 
-def _in_the_way(target: str) -> PendingSave | None:
+def _blocking_save(target: str) -> PendingSave | None:
     """Return a save that has to end before one to the target may start."""
     saves = list(_pending)
     oldest = saves[0] if len(saves) >= _MOST else None
@@ -221,17 +224,19 @@ def _in_the_way(target: str) -> PendingSave | None:
 
 
 def run_beside(
-    save: PendingSave, work: Callable[[], SaveReport], first: Callable[[], object]
+    save: PendingSave,
+    work: Callable[[], SaveReport],
+    taken: Snapshot,
+    first: Callable[[], object] = bool,
 ) -> bool:
-    """Do the work of a save on a thread, after those before it; False if there is none to be had.
+    """Do the work of a save on a thread, after those before it; False if no thread can start.
 
     The interpreter waits for such threads when it exits, also after an uncaught exception.
 
     Args:
+        taken: what is saved; optimizers wait for it if it is read in place.
         first: called before the thread starts.
     """
-    if not threading.main_thread().is_alive() or _is_saving():  # nobody waits for it
-        return False
     run = contextvars.copy_context().run
     started: list[bool] = []
 
@@ -240,9 +245,11 @@ def run_beside(
         saves = list(_pending)
         before = saves[: saves.index(save)]
         first()
+        if taken.kind == "in_place":
+            guard.protect(taken)
         name = f"fastserial: {save.path}"
         turns = quick_switches()
-        turns.begin()  # the thread goes on with what holds in the call: no gap
+        turns.begin()  # what holds in the call holds in the thread, without a gap
         arguments = (_run, save, work, before, turns)
         thread = threading.Thread(target=run, args=arguments, name=name)
         thread.daemon = False
@@ -254,28 +261,30 @@ def run_beside(
         else:
             started.append(True)
 
-    starter = Background()  # no signal handler cuts it off halfway
-    if not starter.start(start):
-        return False
-    starter.join()
+    starter = Background()  # a signal handler cannot interrupt it
+    # When the interpreter exits, nobody waits for a new thread.
+    if threading.main_thread().is_alive() and not _is_saving() and starter.start(start):
+        starter.join()
+    if not started:
+        taken.kind = "blocking"
     return bool(started)
 
 
 def _is_saving() -> bool:
-    """Tell whether the calling thread is one that saves: `on_report` may save, too."""
+    """Return whether the calling thread is a saving one: `on_report` may save, too."""
     me = threading.get_ident()
     return any(save._thread == me for save in list(_pending))
 
 
 def finished(path: str, target: str, work: Callable[[], SaveReport]) -> PendingSave:
-    """Do the work of a save here and now.
+    """Do the work of a save on the calling thread.
 
     Raises:
         Exception: it failed.
     """
     save = PendingSave(path, target)
     save._thread = threading.get_ident()
-    _pending.append(save)  # should the process end meanwhile (this is a daemon thread): it is told
+    _pending.append(save)  # if the process ends meanwhile (this is a daemon thread), it is logged
     try:
         save._report = work()
     finally:
@@ -309,14 +318,14 @@ def _drop(saves: list[PendingSave], save: PendingSave) -> None:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Drop what an error's tracebacks hold: the error may be kept for long, and that is a state."""
+    """Drop what an error's tracebacks hold: a kept error would keep the state."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def _at_exit() -> None:
-    """Tell what was not saved, where nobody asked."""
+    """Log what was not saved and no caller has asked about."""
     for save in _pending:
         _log.error("%s: the process ends before it was saved; given up", save.path)
     for save in _failed:
@@ -324,7 +333,7 @@ def _at_exit() -> None:
 
 
 def _in_child() -> None:
-    """What is pending is the parent's: nothing here waits for it."""
+    """End the parent's pending saves in a forked child: nothing here waits for them."""
     for save in _pending:
         save._end = threading.Event()
         save._snapshot = None

@@ -1,8 +1,8 @@
-"""The storages of one save: what is copied at the call, and what is read later, where it is.
+"""The storages of one save: some are copied at the call, the others are read in place later.
 
-What is read later must not change until its bytes are taken. Whoever is about to change it asks
-(`release`): what is left is copied, as far as the budget goes, and the rest waited for. What
-changes without asking is noticed by torch's version counters.
+What is read later must not change until its bytes are taken. Before a change, `release` copies
+what is left within the budget and waits for the rest. Other changes are detected by torch's version
+counters.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import torch
 
 from fastserial.config.performance import PACKED_STORAGE
 from fastserial.errors import StorageChangedError, TornSnapshotError
-from fastserial.memory.batch import Batch, batch_of
-from fastserial.memory.ring import copy_to_host
+from fastserial.memory.buffers import copy_to_host
 from fastserial.memory.storages import (
+    Batch,
     HostMemory,
     Memory,
     StorageMemory,
     StorageOnHost,
+    batch_of,
     is_on_host,
     storage_memory,
 )
-from fastserial.overlap.staging import Region, staging
+from fastserial.overlap.staging import HostRegion, staging
 from fastserial.overlap.threads_at import at_rest, wait_until_on
 from fastserial.overlap.watch import Reached
 from fastserial.reports import SnapshotReport
@@ -35,7 +36,7 @@ from fastserial.reports import SnapshotReport
 if TYPE_CHECKING:
     from torch import UntypedStorage
 
-__all__ = ["LiveMemory", "Part", "Snapshot"]
+__all__ = ["LiveMemory", "Snapshot", "StoragePart"]
 
 _SMALL = PACKED_STORAGE  # a storage of up to so many bytes is copied at the call,
 _SMALL_TOTAL = 32 * 1024 * 1024  # up to so many bytes of them, whatever the budget
@@ -43,11 +44,11 @@ _ALIGNMENT = 64  # of copies (bytes)
 _PATIENCE = 1.0  # seconds: a thread that has not run for so long is in no operation
 
 
-class Part(NamedTuple):
+class StoragePart(NamedTuple):
     """Bytes that a save reads.
 
     Attributes:
-        storage: whose bytes they are; or any memory, of which nobody knows when it changes.
+        storage: whose bytes they are; or any memory, whose changes are not detected.
         start, nbytes: which (bytes).
     """
 
@@ -80,13 +81,13 @@ class Part(NamedTuple):
             return
         elif storage.nbytes() < start + nbytes:
             raise StorageChangedError
-        else:  # torch's threads would wait for each other beside one that computes: 0.9 s, not 0.3
+        else:  # torch's own threads would wait for a computing one: 0.9 s instead of 0.3
             memory = HostMemory(storage.data_ptr(), start + nbytes, storage)
         memory.copy_to(address, start, nbytes)
 
 
 class LiveMemory:
-    """Bytes that are read later: where they are, or from a copy made meanwhile.
+    """Bytes that are read later: in place, or from a copy made meanwhile.
 
     Attributes:
         nbytes: how many.
@@ -96,14 +97,14 @@ class LiveMemory:
 
     __slots__ = ("_live", "_readers", "_snapshot", "_source", "_start", "left", "nbytes", "part")
 
-    def __init__(self, snapshot: Snapshot, part: Part) -> None:
+    def __init__(self, snapshot: Snapshot, part: StoragePart) -> None:
         self.part = part
         self.nbytes = part.nbytes
         self.left = 0
         self._snapshot = snapshot
         self._source: Memory | None = part.memory
         self._start = part.start  # in the source
-        self._live = True  # the source is what the program goes on to change
+        self._live = True  # the source is memory that the program may change
         self._readers = 0  # of it, now
 
     def copy_to(self, address: int, start: int, length: int) -> None:
@@ -136,8 +137,8 @@ class LiveMemory:
         """Whether bytes are left that would be read where the program changes them."""
         return self._live and self.left > 0
 
-    def move(self, address: int, region: Region) -> bool:
-        """Copy the bytes to a region, and read them there from now on; False if all are read.
+    def move(self, address: int, region: HostRegion) -> bool:
+        """Copy the bytes to a region and read them there from now on; False if all were read.
 
         Raises:
             StorageChangedError: the storage was resized.
@@ -158,7 +159,7 @@ class LiveMemory:
         return True
 
     def forget(self) -> None:
-        """Let go of the program's memory."""
+        """Drop the reference to the program's memory."""
         if self._live:
             self._source = None
 
@@ -168,11 +169,13 @@ class Snapshot:
 
     Attributes:
         path: of the file.
+        kind: `copy` or `in_place`; `blocking`: all is written before the call returns.
+        stall: seconds that the call took, once it is over.
         reached: what was pickled.
         storages: identities of those that are read later.
         copied: bytes copied at the call.
         late_copied, held, waited: what `release` did (bytes, seconds).
-        torn: something was changed before its bytes were taken.
+        torn: memory was changed before its bytes were taken.
     """
 
     def __init__(
@@ -181,17 +184,19 @@ class Snapshot:
         kind: str,
         budget: int | None,
         reached: Reached,
-        steady: Set[int] | None = None,
+        steady: Set[int] | None,
+        began: float,
     ) -> None:
-        """Start an empty one.
+        """Create an empty snapshot.
 
         Args:
             path: of the file, for errors.
             kind: `copy` or `in_place`.
             budget: bytes of staging memory; None: half of what is available.
             reached: what was pickled.
-            steady: identities of storages that change in an optimizer's step only: all others
-                are copied. None: those are read in place of which a change would be noticed.
+            steady: identities of storages that only optimizer steps change: all others are copied.
+                None: those are read in place whose changes would be detected.
+            began: when the user's call did (`perf_counter`).
         """
         self.copied = self.late_copied = 0
         self.held = 0.0
@@ -200,14 +205,16 @@ class Snapshot:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.path = path
-        self._kind = kind
+        self.kind = kind
+        self.stall: float | None = None
+        self._began = began
         self._budget = budget
         self.reached = reached
         self._steady = steady
         self._must_wait = kind == "copy"
         self._live: list[LiveMemory] = []
         self._watched: list[tuple[torch.Tensor, int]] = []
-        self._regions: list[Region] = []
+        self._regions: list[HostRegion] = []
         self._taken = threading.Event()
         self._releasing = threading.RLock()
         self._copying, self._ended = 0, False  # calls that copy; whether the save is over
@@ -218,9 +225,11 @@ class Snapshot:
 
     def batch(self, storages: Sequence[UntypedStorage]) -> Batch:
         """Return the memory of storages, in the order of the file; some of it copied now."""
-        return batch_of(self.take([Part(storage, 0, storage.nbytes()) for storage in storages]))
+        return batch_of(
+            self.take([StoragePart(storage, 0, storage.nbytes()) for storage in storages])
+        )
 
-    def take(self, parts: Sequence[Part]) -> list[Memory]:
+    def take(self, parts: Sequence[StoragePart]) -> list[Memory]:
         """Return memory that has the parts as they are now; some of them are copied.
 
         Args:
@@ -247,20 +256,20 @@ class Snapshot:
         return memories
 
     def begin(self) -> None:
-        """Start counting what is read: the layout, which looks at the first bytes, is made."""
+        """Start counting what is read: the layout, which read the first bytes, is complete."""
         for memory in self._live:
             memory.left = memory.nbytes
         if not self._live:
             self._set_taken()
 
-    def _choose(self, parts: Sequence[Part]) -> list[bool]:
-        """Tell which parts are copied; note what is to be watched of the others."""
-        in_place = self._kind == "in_place"
+    def _choose(self, parts: Sequence[StoragePart]) -> list[bool]:
+        """Return which parts are copied; watch the counters of the others."""
+        in_place = self.kind == "in_place"
         versions: list[list[tuple[torch.Tensor, int]] | None] = [None] * len(parts)
         if in_place:
             versions = [self._watchable(part.storage) for part in parts]
         watched = [found is not None for found in versions]
-        copies = [not part.nbytes for part in parts]  # an empty one is no matter
+        copies = [not part.nbytes for part in parts]
         room = staging.room(sum(_padded(part.nbytes) for part in parts), self._budget)
         small = max(room, _SMALL_TOTAL)
         order = range(len(parts) - 1, -1, -1)  # what is written last is copied first
@@ -283,14 +292,14 @@ class Snapshot:
         return copies
 
     def _watchable(self, storage: object) -> list[tuple[torch.Tensor, int]] | None:
-        """Return the tensors of a storage that tell of a change; None: it has to be copied."""
+        """Return the tensors whose counters show changes of a storage; None: it must be copied."""
         if not isinstance(storage, torch.UntypedStorage):
             return None
         if self._steady is not None and storage._cdata not in self._steady:
             return None
         return self.reached.versions(storage)
 
-    def _copy(self, parts: Sequence[Part]) -> list[Memory]:
+    def _copy(self, parts: Sequence[StoragePart]) -> list[Memory]:
         nbytes = sum(_padded(part.nbytes) for part in parts)
         if not nbytes:
             return [HostMemory(0, 0, None) for _ in parts]
@@ -306,13 +315,14 @@ class Snapshot:
             self.copied += part.nbytes
         return made
 
-    def wait_unwatched(self) -> None:
-        """Return when all is taken whose changes nobody would notice, or that was to be copied."""
+    def end_call(self) -> None:
+        """Wait for what had to be copied, or is not watched: then the user's call may return."""
         if self._must_wait:
             self.wait()
+        self.stall = perf_counter() - self._began
 
     def abandon(self) -> None:
-        """The call ends with an exception: nobody goes on to wait as `wait_unwatched` does."""
+        """Mark the snapshot as torn if `end_call` would wait: the call ends with an error."""
         with self.lock:
             self.torn |= self._must_wait and not self.taken
 
@@ -329,11 +339,11 @@ class Snapshot:
             return self._taken.wait(timeout)
 
     def concerns(self, storages: Iterable[int]) -> bool:
-        """Tell whether one of the storages, by identity, is read later."""
+        """Return whether one of the storages, by identity, is read later."""
         return not self.storages.isdisjoint(storages)
 
     def release(self) -> None:
-        """Return when the calling thread may change everything, after copying what is left."""
+        """Copy what is left, and return when the calling thread may change everything."""
         began = perf_counter()
         with at_rest(), self._releasing:
             if self.taken:
@@ -352,10 +362,10 @@ class Snapshot:
             self.held += perf_counter() - began
 
     def verify(self) -> None:
-        """Make sure that what was read is what there was at the call.
+        """Check that the bytes that were read are those of the call.
 
         Raises:
-            TornSnapshotError: it is not.
+            TornSnapshotError: they are not.
         """
         if not self.taken:
             if self._watched:
@@ -364,32 +374,26 @@ class Snapshot:
         if self.torn:
             raise TornSnapshotError(self.path)
 
-    def report(self, kind: str, budget: int | None, stall: float) -> SnapshotReport:
-        """Return what the report of the save says of this snapshot.
-
-        Args:
-            kind: of the snapshot; `blocking`: it was written before the call returned.
-            budget: as the caller gave it (bytes).
-            stall: how long the call took (seconds).
-        """
+    def report(self) -> SnapshotReport:
+        """Return what the report of the save says of this snapshot."""
         return SnapshotReport(
-            kind=kind,
-            stall=stall,
+            kind=self.kind,
+            stall=perf_counter() - self._began if self.stall is None else self.stall,
             copied=self.copied,
-            budget=budget,
+            budget=self._budget,
             late_copied=self.late_copied,
             held=self.held,
             waited=self.waited,
         )
 
     def end(self) -> None:
-        """The save is over, however it ended: nothing is needed any more."""
+        """Release everything: the save has ended, with or without an error."""
         self._set_taken()
         self._ended = True
         self._give_back()
 
     def _give_back(self) -> None:
-        """Give the copies' memory back, unless a thread is about to copy: then that one does."""
+        """Give the copies' memory back, unless a thread is about to copy, which does it then."""
         with self.lock:
             if self._copying or not self._ended:
                 return
@@ -401,7 +405,7 @@ class Snapshot:
         return any(memory.wanted for memory in self._live)
 
     def _conclude(self) -> None:
-        """Compare the counters, unless that was done. Nothing that is wanted is left."""
+        """Compare the counters once all wanted bytes are read; only the first call does."""
         with self.lock:
             if self.taken:
                 return
@@ -422,7 +426,7 @@ class Snapshot:
             self._live = []
 
     def _copy_rest(self) -> None:
-        """Copy what is not read yet, as far as the budget goes, from the end of the file on."""
+        """Copy what is not read yet within the budget, from the end of the file backwards."""
         with self.lock:
             rest = [memory for memory in reversed(self._live) if memory.unread]
             most = sum(_padded(memory.nbytes) for memory in self._live)
@@ -436,7 +440,7 @@ class Snapshot:
             return
         try:
             region = staging.take(size)  # of the same size every time: it is used again
-        except OSError:  # no room: it is waited for
+        except OSError:  # no room: the caller waits
             return
         self._regions.append(region)
         address = region.address
@@ -459,6 +463,6 @@ def _padded(nbytes: int) -> int:
 def _version(tensor: Any) -> int | None:
     try:
         version: int = tensor._version
-    except RuntimeError:  # it has become one without
+    except RuntimeError:  # it has become an inference tensor
         return None
     return version

@@ -1,4 +1,4 @@
-"""Memory for copies of storages: kept between saves, and given to the kernel when it needs it."""
+"""Memory for copies of storages: kept between saves; the kernel may take its pages meanwhile."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from fastserial.files.meminfo import available_bytes
+from fastserial.files.linux import available_bytes
 
-__all__ = ["Region", "Staging", "staging"]
+__all__ = ["HostRegion", "Staging", "staging"]
 
 _LARGER = 2  # a kept region is used for as few as one part in so many of its bytes,
 _LITTLE = 1024 * 1024  # or up to so many more
@@ -24,8 +24,8 @@ _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class Region:
-    """Anonymous memory at `address`. What refers to it keeps it."""
+class HostRegion:
+    """Anonymous memory at `address`, mapped as long as this object lives."""
 
     __slots__ = ("__weakref__", "_anchor", "_map", "address", "nbytes")
 
@@ -42,7 +42,7 @@ class Region:
         self._advise(mmap.MADV_HUGEPAGE)
 
     def forget(self) -> None:
-        """Let the kernel take the pages when it is short of memory; else they are used again."""
+        """Let the kernel take the pages when it is short of memory."""
         self._advise(mmap.MADV_FREE)
 
     def __del__(self, advice: int = mmap.MADV_DONTNEED) -> None:
@@ -63,9 +63,9 @@ class Staging:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._free: list[Region] = []
+        self._free: list[HostRegion] = []
         # Not held here: a save that ends in an exception may not give its regions back.
-        self._used: set[weakref.ref[Region]] = set()
+        self._used: set[weakref.ref[HostRegion]] = set()
         self._most_in_use = 0
 
     @property
@@ -94,7 +94,7 @@ class Staging:
             return wanted
         return min(wanted, max(0, available // (_SHARE * _ranks_here())))
 
-    def take(self, nbytes: int) -> Region:
+    def take(self, nbytes: int) -> HostRegion:
         """Return a region of at least `nbytes` bytes, a kept one if there is one large enough.
 
         Raises:
@@ -108,7 +108,7 @@ class Staging:
                 self._free.remove(region)
             else:
                 self._make_room(nbytes)
-                region = Region(nbytes)
+                region = HostRegion(nbytes)
             for ref in [ref for ref in list(self._used) if ref() is None]:
                 self._used.discard(ref)
             self._used.add(weakref.ref(region))
@@ -116,18 +116,18 @@ class Staging:
             return region
 
     def _make_room(self, nbytes: int) -> None:
-        """Let go of kept regions, the largest first: never many more bytes than were in use."""
+        """Free kept regions, the largest first, beyond the most that was in use at a time."""
         needed = self.in_use + nbytes
         most = max(self._most_in_use, needed) + _MORE
         self._free.sort(key=lambda found: found.nbytes)
         while self._free and self.held + nbytes > most:
             self._free.pop()
 
-    def give(self, region: Region, stays: bool = False) -> None:
-        """Take a region back.
+    def give(self, region: HostRegion, stays: bool = False) -> None:
+        """Keep a region for the next save.
 
         Args:
-            stays: its pages are kept, also when the kernel is short of memory.
+            stays: keep its pages, too, even when the kernel is short of memory.
         """
         with self._lock:
             self._used.discard(weakref.ref(region))
@@ -136,7 +136,7 @@ class Staging:
             self._free.append(region)
 
     def forget(self) -> None:
-        """Begin anew in a forked child: whoever uses the regions is not there."""
+        """Start over in a forked child: the users of the regions do not exist there."""
         self._lock = threading.RLock()
         self._free.clear()
         self._used.clear()
@@ -144,7 +144,7 @@ class Staging:
 
 
 def _ranks_here() -> int:
-    """Return how many ranks of a job share this node's memory; all, if nobody says how many."""
+    """Return how many ranks of the job share this node's memory; all of them if it is unknown."""
     launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
     if launched.isdecimal() and int(launched):
         return int(launched)

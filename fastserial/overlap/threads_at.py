@@ -1,8 +1,8 @@
-"""Whether a thread has come out of the operation that it was in.
+"""Whether a thread has left the torch operation that it was in.
 
 torch counts a change of a tensor when the operation that makes it ends, and drops the
-interpreter's lock while it runs. So a look at the counters tells nothing about an operation that
-is under way: who has read bytes waits until the threads that train have gone on, and looks then.
+interpreter's lock while it runs. So the counters say nothing about an operation that is running.
+Whoever has read bytes waits until the training threads have run some Python, and compares then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _resting: dict[int, int] = {}  # threads that wait in fastserial, and how deep
 
 @contextlib.contextmanager
 def at_rest() -> Iterator[None]:
-    """Say that the calling thread is in no operation of torch's during the body."""
+    """Declare that the calling thread is in no torch operation during the body."""
     me = threading.get_ident()
     _resting[me] = _resting.get(me, 0) + 1
     try:
@@ -34,12 +34,12 @@ def at_rest() -> Iterator[None]:
 
 
 def wait_until_on(threads: Mapping[int, int], patience: float) -> None:
-    """Return when each of the threads has executed something of Python's since the call.
+    """Return when each of the threads has executed Python code since the call.
 
     Args:
-        threads: by their identifiers, the kernel's; those that have ended, wait here, or call this
-            do not count.
-        patience: seconds; a thread that has not run for so long waits for something else.
+        threads: kernel identifiers by Python's; threads that have ended, rest (`at_rest`), or call
+            this do not count.
+        patience: seconds; a thread that has not run for so long is waiting for something else.
     """
     me = threading.get_ident()
     before = _positions([thread for thread in threads if thread != me])
@@ -61,7 +61,7 @@ def wait_until_on(threads: Mapping[int, int], patience: float) -> None:
 
 
 def _activity(thread: int) -> object:
-    """Return what changes while a thread runs, or is ready to; None where nobody knows."""
+    """Return what changes while a thread runs, or is ready to; None if it is unknown."""
     try:
         with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as file:
             return file.read().split()[:2]
@@ -76,6 +76,6 @@ def _positions(threads: Iterable[int]) -> dict[int, tuple[int, int]]:
 
 
 def _is_over(threads: Iterable[int]) -> bool:
-    """Return whether the main thread is all that is waited for, and has come to its end."""
+    """Return whether only the main thread is waited for, and has ended."""
     main = threading.main_thread()
     return list(threads) == [main.ident] and not main.is_alive()

@@ -1,7 +1,7 @@
-"""Which tensors a save reaches, and what torch's version counters said of them at the time.
+"""Which tensors a save reaches, and their version counters at that time.
 
-A counter belongs to tensors, not to their storage: it is shared by a tensor, its views and what
-`detach` returns of it, and counts the changes in place that are made through these.
+A counter belongs to tensors, not to a storage: a tensor shares it with its views and with what
+`detach` returns, and it counts the changes in place that are made through these.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _COMPRESSED = ("crow_indices", "col_indices", "ccol_indices", "row_indices", "va
 
 
 class Reached:
-    """The tensors that a pickler came by, with their counters.
+    """The tensors that a pickler reached, with their counters.
 
     Attributes:
-        opaque: a tensor came by of which it cannot be told what storages it is made of.
+        opaque: the storages of one of these tensors are unknown.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Reached:
         self._unwatched: set[int] = set()
 
     def note(self, tensor: torch.Tensor) -> None:
-        """Note a tensor, and its counter."""
+        """Record a tensor and its counter."""
         if is_lazy(tensor):  # nothing in it yet
             return
         try:
@@ -48,26 +48,26 @@ class Reached:
             self.opaque = True
 
     def watch(self, storage: int, tensor: torch.Tensor) -> None:
-        """Note that a tensor's counter counts changes of a storage, if it has one."""
+        """Record that a tensor's counter counts changes of a storage, if it has one."""
         try:
             version = tensor._version
-        except RuntimeError:  # an inference tensor: asking it first would let go of the GIL
+        except RuntimeError:  # an inference tensor: a test beforehand would release the GIL
             self.leave([storage])
         else:
             self._versions.setdefault(storage, []).append((tensor, version))
 
     def leave(self, storages: Iterable[int]) -> None:
-        """Note that nobody counts all changes of some storages."""
+        """Record that not all changes of some storages are counted."""
         self._unwatched.update(storages)
 
     def clear(self) -> None:
-        """Forget the tensors: nobody asks any more."""
+        """Forget the tensors."""
         self._versions.clear()
 
     def versions(self, storage: torch.UntypedStorage) -> list[tuple[torch.Tensor, int]] | None:
-        """Return the tensors to watch for changes of a storage; None if there is no telling.
+        """Return the tensors whose counters show changes of a storage; None if none do.
 
-        It may belong to another program's memory, or one of its tensors has no counter.
+        It may be shared with another process, or one of its tensors has no counter.
         """
         if self.opaque or storage._cdata in self._unwatched:
             return None
@@ -80,7 +80,7 @@ def storages_of(tensor: Any) -> Iterable[int]:
     """Return the identities of the storages that a tensor is made of.
 
     Raises:
-        RuntimeError: that cannot be told.
+        RuntimeError: they are unknown.
     """
     if is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -94,10 +94,10 @@ def storages_of(tensor: Any) -> Iterable[int]:
 
 
 def all_storages(values: Iterable[Any]) -> Iterator[int]:
-    """Yield the identities of the storages of the tensors among values, as far as can be told."""
+    """Yield the identities of the storages of the tensors among values, as far as known."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            # It is copied in any case; a lazy one has nothing in it (ValueError).
+            # Others are copied in any case; a lazy one has no storage (ValueError).
             with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):
                 yield from storages_of(value)
 
@@ -112,17 +112,17 @@ def _part(tensor: Any, name: str) -> torch.Tensor | None:
 
 @contextlib.contextmanager
 def noting(pickle_module: Any, reached: Reached) -> Iterator[Any]:
-    """Give a pickle module like another, whose pickler tells what tensors it comes by."""
-    told = [reached]  # emptied at the end: a class lives until the garbage collector finds it
+    """Give a pickle module like another, whose pickler records the tensors that it reaches."""
+    target = [reached]  # emptied at the end: a class lives until the garbage collector finds it
 
     class Pickler(pickle_module.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor):
-                told[0].note(obj)
+                target[0].note(obj)
             inherited = getattr(super(), "reducer_override", None)
             return NotImplemented if inherited is None else inherited(obj)
 
     try:
         yield SimpleNamespace(Pickler=Pickler)
     finally:
-        told.clear()
+        target.clear()

@@ -78,7 +78,7 @@ def prepare(version: str) -> Installation:
         try:
             functions = _compiled(patch, module, source)
         except PatchError as error:
-            # the reason of the patch made for this version says most
+            # the patch made for this version has the most specific reason
             why = why or (str(error) if exact else None)
         else:
             return Installation(patch.name, exact, vars(module), functions)

@@ -95,7 +95,7 @@ def install(*, strict: bool = False, **options: Any) -> bool:
     """
     from fastserial import config
 
-    # wrong options are reported now, not hours later by the first checkpoint
+    # report wrong options now, not hours later at the first checkpoint
     chosen = config.chosen(**options)
     if config.Config.resolve(chosen).safetensors:
         from fastserial.patching import safetensors_hooks
@@ -147,6 +147,9 @@ def switch_on(strict: bool = False) -> str | None:
 def uninstall() -> bool:
     """Restore torch's own functions; return whether any was replaced.
 
+        fastserial.uninstall()
+        assert not fastserial.installed()
+
     Forgets the options given to `install()`. A function that other code replaced after
     `install()` stays, with a warning; if it calls ours, that behaves as stock from now on.
     """
@@ -162,7 +165,7 @@ def uninstall() -> bool:
         ours = [item for item in found.functions if item.current is item.patched]
         found.namespace.update({item.name: item.original for item in ours})
         for item in found.functions:
-            # whoever holds our function (a wrapper, an alias) gets stock behaviour from it
+            # a wrapper or an alias that still refers to our function gets stock behaviour from it
             item.patched.__code__ = item.original.__code__
         found.namespace.pop(_KEY, None)
         _installation, _reason = None, "uninstall() was called"
@@ -180,13 +183,24 @@ def uninstall() -> bool:
 
 
 def installed() -> bool:
-    """Return whether torch runs fastserial's functions."""
+    """Return whether torch runs fastserial's functions.
+
+        if not fastserial.installed():
+            print(fastserial.status().reason)
+
+    False also if other code has replaced them after `install()`.
+    """
     installation = _installation
     return installation is not None and installation.in_force()
 
 
 def status() -> PatchStatus:
-    """Return whether torch is patched, with which patch, and the reason if it is not."""
+    """Return whether torch is patched, with which patch, and the reason if it is not.
+
+        print(fastserial.status())
+
+    It does not import torch.
+    """
     # a torch halfway through its own import has no version yet
     version = str(getattr(sys.modules.get("torch"), "__version__", "")) or None
     with _lock:
@@ -243,7 +257,7 @@ def patched(name: str) -> Callable[..., Any] | None:
 def _import() -> None:
     """Import what is needed before our lock is taken.
 
-    Another thread may hold the lock of one of these imports, and wait for ours.
+    Another thread may hold the lock of one of these imports while it waits for ours.
     """
     importlib.import_module("torch")
     with paused_collection():
@@ -282,7 +296,7 @@ def _dynamo_imported(trace_rules: Any) -> None:
 
 
 def _after_fork() -> None:
-    # a thread that was inside install() or uninstall() does not live on in the child
+    # a thread that was inside install() or uninstall() does not exist in the child
     global _lock
     _lock = threading.RLock()
 

@@ -1,8 +1,8 @@
-"""What torch's patched load functions call: the one place where `torch.load` meets fastserial.
+"""What torch's patched load functions call: the only connection of `torch.load` to fastserial.
 
-`open_source` stands in for `_open_file_like` and notes the file for this thread; `_load` and
-`_legacy_load`, which run inside it, then ask for what was noted. Every doubt ends in torch's own
-way. Names and arguments are part of every file in `patches/`.
+`open_source` replaces `_open_file_like` and records the file for this thread. `_load` and
+`_legacy_load`, which run inside it, then use that record. In doubt torch reads the file itself.
+Names and arguments are part of every file in `patches/`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _log = logging.getLogger("fastserial")
 
 
 def open_source(target: Any) -> AbstractContextManager[BinaryIO]:
-    """Return what stands in for `_open_file_like(target, "rb")`.
+    """Return the replacement of `_open_file_like(target, "rb")`.
 
     Raises:
         OSError: the file cannot be opened; as stock.
@@ -55,7 +55,7 @@ def open_source(target: Any) -> AbstractContextManager[BinaryIO]:
 
 
 def zip_reader(stock: Any, map_location: Any, overall_storage: Any) -> Any:
-    """Return what stands in for `_load`'s `zip_file`: a reader that reads ahead, or the same."""
+    """Return the replacement of `_load`'s `zip_file`: a reader that reads ahead, or the same."""
     load = current_session()
     if load is None or isinstance(stock, FastZipReader):
         return stock
@@ -74,7 +74,7 @@ def zip_reader(stock: Any, map_location: Any, overall_storage: Any) -> Any:
 
 
 def _torchs_own(map_location: Any, overall_storage: Any) -> Reason | None:
-    """Return why no storage is to be read by us, or None."""
+    """Return why torch reads all storages, or None."""
     serialization: Any = torch.serialization
     guards: Any = torch._guards
     if overall_storage is not None:
@@ -102,10 +102,10 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
     limit = source.size * MOST_INFLATED
     sized = hasattr(stock, "get_record_size")  # since 2.7
     if source.size < count * FEW_BYTES and sized and not config.verify_on_load:
-        # its records cost torch less than finding them costs us
+        # torch reads them faster than we could find them
         _read_soon(source, 0)
         load.fallback = Reason("many small records", QUICKER)
-        load.pause.begin()  # it is all objects, few bytes, and short
+        load.pause.begin()  # many objects, few bytes, a short load
         return FastZipReader(stock, source.name, limit)
     directory = read_places(DescriptorSource(source.fd, size=source.size))
     if count != directory.end.records:
@@ -128,7 +128,7 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
 def _places(
     load: LoadSession, source: FileSource, stock: Any, directory: Directory, map_location: Any
 ) -> dict[str, torch.device] | None:
-    """Return the devices that storages are to be read to, None if they come to the host."""
+    """Return the devices that storages are read to, None if they are read to the host."""
     if load.config.transfer == "cpu":
         return None
     if not _names_device(map_location, stock, directory, source.size):
@@ -139,15 +139,15 @@ def _places(
 
 
 def _names_device(map_location: Any, stock: Any, directory: Directory, nbytes: int) -> bool:
-    """Return whether a device may be named where the storages of a file are to go.
+    """Return whether storages of a file may have to be read to a device.
 
-    torch is not asked which devices there are: that begins CUDA, which forked children could not
-    use any more then.
+    Torch is not asked for its devices: that would initialize CUDA, and forked children could not
+    use it any more.
     """
     if isinstance(map_location, str | torch.device):
         return str(map_location) != "cpu"
     pickle = directory.find(PICKLE)
-    if pickle is None or pickle.size * PICKLE_SHARE > nbytes:  # it is read an extra time
+    if pickle is None or pickle.size * PICKLE_SHARE > nbytes:  # it would be read a second time
         return False
     if map_location is None:
         text = stock.get_record(PICKLE)
@@ -161,7 +161,7 @@ def _read_ahead(
     records: Sequence[RecordEntry],
     places: dict[str, torch.device] | None,
 ) -> None:
-    """Start reading the records; if that cannot be, torch's reader gives all of them."""
+    """Start reading the records; where that is impossible, torch's reader reads all of them."""
     verify = load.config.verify_on_load
     try:
         reader = load.open_reader(source, source.size if places is None else 0)
@@ -175,12 +175,12 @@ def _read_ahead(
         if not load.ours:
             what = "no thread to read ahead with"
             load.fallback = Reason(what, "raise the limit on threads (`ulimit -u`)")
-    except Exception as error:  # no such engine, no thread: what is read is verified all the same
+    except Exception as error:  # no such engine, no thread: what torch reads is verified, too
         load.fallback = str(error)
 
 
 def _read_soon(source: FileSource, start: int) -> None:
-    """Let the kernel read ahead what torch is going to read itself, from byte `start` on."""
+    """Ask the kernel to read ahead what torch will read, from byte `start` on."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(source.fd, start, 0, os.POSIX_FADV_WILLNEED)
 
@@ -215,7 +215,7 @@ def load_legacy_storages(
     else:
         try:
             end = read_storages(load.open_reader(source), storages, keys, offset)
-        except Exception as error:  # torch does it again, and says what is wrong
+        except Exception as error:  # torch reads it again, and reports what is wrong
             load.fallback = str(error)
         else:
             source.file.seek(end)

@@ -1,4 +1,4 @@
-"""What `fastserial patches` does: show, build, check, and make a patch for a new torch.
+"""The commands of `fastserial patches`: show, build, check, and make a patch for a new torch.
 
 Works on an installed torch, a wheel file or a folder that holds torch; torch is never imported.
 """
@@ -78,8 +78,8 @@ def open_torch(where: Path | None = None) -> TorchSource:
 def fitting(source: TorchSource, folder: Path | None = None) -> Patch:
     """Return the patch that `install()` would choose for a torch.
 
-    When none fits, it is the one made for its release line, or else the newest: `check` says what
-    differs.
+    When none fits, return the one made for its release line, or else the newest: `check` reports
+    the differences.
 
     Raises:
         PatchError: there are no patches.

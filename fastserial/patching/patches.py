@@ -1,7 +1,8 @@
 """The patches: read them, choose one for a torch release, insert its lines into torch's source.
 
-`patches/edits.toml` says once which lines go where in `torch.serialization`; `patches/vX.Y.toml`
-has the hashes of the functions in one release line, and an edit where that line needs another.
+`patches/edits.toml` holds the lines to insert into `torch.serialization`, and where.
+`patches/vX.Y.toml` has the hashes of the functions in one release line, and an edit where that line
+needs another.
 This module works on text only: it imports nothing of torch.
 """
 
@@ -68,7 +69,7 @@ class Patch(NamedTuple):
     functions: tuple[FunctionPatch, ...]
 
     def is_for(self, version: str) -> bool:
-        """Tell whether `version` is a release of the line, as `2.13.1+cpu` is one of `v2.13`."""
+        """Return whether `version` is a release of the line, as `2.13.1+cpu` is one of `v2.13`."""
         return self.name == line_of(version)
 
 
@@ -110,7 +111,7 @@ class BuiltModule(NamedTuple):
 
 
 def patches_dir() -> Path:
-    """Return the folder of the patches: inside the wheel, or beside the package in a checkout."""
+    """Return the folder of the patches: inside the wheel, or next to the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     shipped = package / "_patches"
     return shipped if shipped.is_dir() else package.parent / "patches"

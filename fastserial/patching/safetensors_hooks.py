@@ -1,4 +1,4 @@
-"""`install(safetensors=True)`: what `safetensors.torch.save_file` writes goes through fastserial.
+"""`install(safetensors=True)`: `safetensors.torch.save_file` writes through fastserial.
 
 The function that is replaced is below `save_file` and `save_model`, which may be bound to other
 names by now. It gets the addresses of the tensors, checked and contiguous. Loads stay safetensors'
@@ -24,8 +24,7 @@ from fastserial.formats.legacy.layout import storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
 from fastserial.formats.storages import ITEM_BYTES
 from fastserial.import_hook import when_imported
-from fastserial.memory.batch import batch_of
-from fastserial.memory.storages import HostMemory
+from fastserial.memory.storages import HostMemory, batch_of
 from fastserial.patching import save_hooks
 from fastserial.reports import SAVES
 from fastserial.saving.writer import FastFileWriter
@@ -51,9 +50,9 @@ def switch_on() -> None:
 
 
 def switch_off() -> None:
-    """Give safetensors its own function back, unless somebody else replaced it, too.
+    """Restore safetensors' own function, unless other code has replaced ours.
 
-    Whoever holds ours gets stock behaviour from it.
+    A remaining reference to our function gets stock behaviour from it.
     """
     global _wanted
     _wanted = False
@@ -69,7 +68,7 @@ def _imported(module: ModuleType) -> None:
     try:
         ranks = _learn_order(importlib.import_module("safetensors"))
         stock = getattr(module, _FUNCTION)
-    except Exception as error:  # must not break the import; older releases hand over copies
+    except Exception as error:  # must not break the import; older releases pass copies
         _log.warning("safetensors stays as it is; fastserial needs release 0.8 or later: %r", error)
         return
     _ranks, _stock, _ours = ranks, stock, functools.partial(_serialize_file, stock)
@@ -77,10 +76,10 @@ def _imported(module: ModuleType) -> None:
 
 
 def _learn_order(package: Any) -> dict[str, int]:
-    """Return in which order this safetensors writes dtypes; its files must be as ours.
+    """Return the order in which this safetensors writes dtypes; its headers must equal ours.
 
     Raises:
-        Exception: it cannot be asked, or writes other headers.
+        Exception: it has another interface, or writes other headers.
     """
     memory = (ctypes.c_char * 16)()
     address = ctypes.addressof(memory)
@@ -91,7 +90,7 @@ def _learn_order(package: Any) -> dict[str, int]:
             specs[dtype] = package.TensorSpec(
                 dtype=dtype, shape=[1], data_ptr=address, data_len=nbytes
             )
-        except (ValueError, package.SafetensorError):  # it does not know this one
+        except (ValueError, package.SafetensorError):  # unknown to this release
             continue
     metadata = {"é\n\x01": '"'}
     theirs = bytes(package.serialize(specs, metadata=metadata))
@@ -136,7 +135,7 @@ def _serialize_file(
 def _prepare(
     tensors: Mapping[str, Any], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, Sequence[HostMemory]] | None:
-    """Return the header and the tensors' memory in their order; None: safetensors is to decide."""
+    """Return the header and the tensors' memory in their order; None: safetensors has to write."""
     rows = []
     for key, spec in tensors.items():
         dtype = _dtype(spec)

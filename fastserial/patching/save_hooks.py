@@ -1,6 +1,6 @@
-"""What the patched torch functions call: the one place where torch meets fastserial.
+"""What torch's patched save functions call: the only connection of `torch.save` to fastserial.
 
-Each function returns a value that means "torch's own way" when the case is not ours. Names and
+Each function returns a value that leaves the save to torch where fastserial cannot do it. Names and
 arguments are part of every file in `patches/`.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-# the usual engine: a signal handler must not find half of it
+# the default engine: a signal handler must not find it half imported
 import fastserial.engines.threads  # noqa: F401
 from fastserial.config import current
 from fastserial.errors import WriteError
@@ -51,7 +51,7 @@ _BODILESS = frozenset({"meta"})
 
 
 def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
-    """Return what stands in for `_open_zipfile_writer(target)`, or None for torch's own.
+    """Return the replacement of `_open_zipfile_writer(target)`, or None for torch's own.
 
     Args:
         target: a path or a file object.
@@ -68,7 +68,7 @@ def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
 
 
 def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
-    """Return what stands in for `_open_file_like(target, mode)`, or None for torch's own.
+    """Return the replacement of `_open_file_like(target, mode)`, or None for torch's own.
 
     Raises:
         WriteError: the target cannot be written.
@@ -87,7 +87,7 @@ def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
 def zip_writer(
     target: Any, prefix: str | None = None
 ) -> tuple[FastFileWriter, str, int] | StockWay:
-    """Return what a zip container is written to, or why torch has to write it.
+    """Return the writer of a zip container, or why torch has to write it.
 
     Args:
         target: a path, a file object, or a writer.
@@ -122,7 +122,7 @@ def zip_writer(
 def save_zip_storages(
     archive: Any, storages: Mapping[str, torch.UntypedStorage], keys: Sequence[str]
 ) -> bool:
-    """Hand all storages of a zip checkpoint over; False leaves them to torch's loop."""
+    """Take all storages of a zip checkpoint; False leaves them to torch's loop."""
     add_storages = getattr(archive, "add_storages", None)
     if add_storages is None:
         return False
@@ -138,7 +138,7 @@ def save_legacy_storages(
     storages: Mapping[str, tuple[torch.UntypedStorage, torch.dtype]],
     keys: Sequence[str],
 ) -> bool:
-    """Hand all storages of a legacy checkpoint over; False leaves them to torch's loop."""
+    """Take all storages of a legacy checkpoint; False leaves them to torch's loop."""
     if not _takes_storages(file):
         return False
     found = [storages[key] for key in keys]
@@ -182,7 +182,7 @@ def open_writer(
 
 
 def _count(found: StockWay, target: Any) -> None:
-    """Note that torch writes a target itself, and why."""
+    """Count a save that torch does itself, with the reason."""
     _log.debug("torch writes %r itself: %s", target, found.reason)
     SAVES.add_torchs(found.reason)
 

@@ -1,7 +1,7 @@
-"""ZipArchive: takes the place of torch's PyTorchFileWriter, and writes through a FastFileWriter.
+"""ZipArchive replaces torch's PyTorchFileWriter and writes through a FastFileWriter.
 
-torch's `_save` calls `write_record` for the pickle and the small records; then the patch
-hands over all storages in one call.
+torch's `_save` calls `write_record` for the pickle and the small records; then the patch passes all
+storages in one call.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ from fastserial import trace
 from fastserial.checksums import crc32
 from fastserial.errors import name_in
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
-from fastserial.memory.batch import Batch, storage_batch
 from fastserial.memory.held_settings import paused_collection
-from fastserial.memory.storages import HostMemory, Memory, host_bytes, storage_memory, synchronize
+from fastserial.memory.storages import (
+    Batch,
+    HostMemory,
+    Memory,
+    host_bytes,
+    storage_batch,
+    storage_memory,
+    synchronize,
+)
 from fastserial.saving import torch_writer
 
 if TYPE_CHECKING:
@@ -27,17 +34,17 @@ _HEAD = 8
 
 
 class ArchiveSink(Protocol):
-    """Where an archive goes: a FastFileWriter, or the plan of a save beside the program."""
+    """The target of an archive: a FastFileWriter, or the plan of a `save_async`."""
 
     @property
     def name(self) -> str:
-        """What errors call the file."""
+        """The name of the file in errors."""
 
     def write_plan(self, plan: ZipPlan) -> None:
         """Append a whole archive."""
 
     def release_sources(self) -> None:
-        """Return when no storage given so far is needed any more."""
+        """Wait until no storage given so far is needed any more."""
 
     def close(self) -> None:
         """Finish the file."""
@@ -59,7 +66,7 @@ class ZipArchive:
         """Start an archive at the writer's position.
 
         Args:
-            writer: where the archive goes.
+            writer: the target of the archive.
             archive: the name torch puts before the records' names.
             owns_writer: close the writer at the end. An exception discards it in any case.
             alignment: of the records' data (bytes); by default the one torch would use.
@@ -78,7 +85,7 @@ class ZipArchive:
 
     @property
     def writer(self) -> ArchiveSink:
-        """Where the archive goes."""
+        """The target of the archive."""
         return self._writer
 
     def archive_name(self) -> str:
@@ -103,7 +110,7 @@ class ZipArchive:
     @trace.traced("layout")
     def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
         """Add all storages at once, as records called `names`."""
-        self._pause.end()  # there may be much to copy, or to wait for
+        self._pause.end()  # copies and waits may take long
         synchronize(storages)
         batch = self._batch(storages)
         with paused_collection():

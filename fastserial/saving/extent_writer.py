@@ -1,21 +1,24 @@
-"""Writes extents of a layout to a file: little data through the page cache, more of it in blocks.
+"""Writes extents of a layout to a file: small files through the page cache, large ones in blocks.
 
-The extents may be any of a layout, in any order, and the file one that was opened elsewhere: N
-writers, in one process or in several, write one file together (`clip` cuts a layout up). What
-needs checksums that other writers know is written once their ledgers are merged into one.
+A writer takes any extents of a layout, in any order, and any open file. So N writers, in one or in
+several processes, can write one file together (`clip` divides a layout). An extent that needs
+checksums of other writers is written once their ledgers are merged.
 
 A block is at most `block_size` bytes and ends at a multiple of `block_size` in the file. It is
 filled from the parts it covers while others are written (FastPersist's double buffering), by the
-`Route` of the moment. On a direct one what is not aligned, the first and the last page of a range,
-goes through the page cache; no page is written both directly and through it.
+current `Route`. On a direct route the unaligned first and last page of a range are written through
+the page cache; no page is written both directly and through it.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fastserial import trace
 from fastserial.checksums import CrcLedger
@@ -24,26 +27,37 @@ from fastserial.config.performance import PAGE
 from fastserial.engines import Completion, Engine, Op, Request, create, start
 from fastserial.errors import EngineError
 from fastserial.files.caching import Timing, begin_writeback
-from fastserial.files.compression import reserve
+from fastserial.files.linux import reserve
 from fastserial.formats.extents import Data, Extent
 from fastserial.interrupts import finish
-from fastserial.memory.buffers import BufferPool
+from fastserial.memory.buffers import BufferPool, on_host, open_ring
 from fastserial.memory.held_settings import paused_collection, quick_switches
 from fastserial.memory.storages import StorageMemory
 from fastserial.reports import HOST_ONLY, Transfer
-from fastserial.saving.device_blocks import DeviceBlocks
 from fastserial.saving.fill import (
-    Block,
-    Part,
+    BlockContent,
+    ExtentPart,
+    fetches,
     held,
     is_borrowed,
+    lone_memory,
     prepare,
     write_all,
     write_buffered,
 )
 from fastserial.saving.route import OutputFile, Route, choose_route
 
-__all__ = ["ExtentWriter", "Outcome"]
+if TYPE_CHECKING:
+    import torch
+
+    from fastserial.engines.gds.memory import DirectMemory, Move
+    from fastserial.memory.buffers import Buffer, Ring
+
+__all__ = [
+    "DeviceBlocks",
+    "ExtentWriter",
+    "Outcome",
+]
 
 _log = logging.getLogger("fastserial")
 _SWITCHED_OFF = "direct I/O is switched off"
@@ -57,7 +71,7 @@ class Outcome:
     Attributes:
         engine: the engine's name, or `buffered` as long as there was no need for one.
         direct: whether direct I/O was used last.
-        fallback: why the bytes did not go the fastest way, or None.
+        fallback: why the fastest route was not taken, or None.
         transfer: the transfer type taken, and why.
         submit_seconds: latencies from queueing a block until its transfer starts.
         complete_seconds: latencies of the transfers themselves.
@@ -90,7 +104,6 @@ class ExtentWriter:
         fd: int,
         config: Config,
         on_progress: Callable[[int], None] | None = None,
-        may_be_locked: bool = False,
         owner: object = None,
     ) -> None:
         """Start without an engine.
@@ -99,11 +112,10 @@ class ExtentWriter:
             fd: of a file open for writing.
             config: the options.
             on_progress: called with the bytes of each piece that is written.
-            may_be_locked: others know the file and may hold a `lockf` lock on it.
             owner: kept as long as the descriptor is written to.
         """
         self.outcome = Outcome()
-        self._file = OutputFile(fd, may_be_locked, owner)
+        self._file = OutputFile(fd, owner)
         self._config = config
         self._on_progress = on_progress
         self._expected: int | None = None
@@ -113,8 +125,8 @@ class ExtentWriter:
         self._queue: RequestQueue | None = None  # ... and its engine,
         self._timing: Timing | None = None  # ... and how long the device takes
         self._devices = DeviceBlocks(config)
-        self._turns = quick_switches()  # other threads let this one go on sooner
-        self._parts: list[Part] = []  # of the block that is not full yet
+        self._turns = quick_switches()  # other threads release the interpreter's lock sooner
+        self._parts: list[ExtentPart] = []  # of the block that is not full yet
         self._ledgers: set[CrcLedger] = set()
 
     def expect(self, nbytes: int, reserve_at: int | None = None) -> None:
@@ -138,14 +150,14 @@ class ExtentWriter:
         """Write extents; their memory must stay as it is until `release_sources` or `finish`.
 
         Args:
-            extents: fastest in file order. A late one comes after what it needs, unless the
-                ledger knows its checksums already.
+            extents: fastest in file order. One that needs checksums follows the extents that give
+                them, unless the ledger has them already.
             ledger: of the layout's checksums.
             base: offset in the file of the layout's first byte (bytes).
         """
         with paused_collection():
             parts = [
-                Part(base + extent.offset, extent.source, extent.start, extent.length, ledger)
+                ExtentPart(base + extent.offset, extent.source, extent.start, extent.length, ledger)
                 for extent in extents
             ]
         devices = {
@@ -171,7 +183,7 @@ class ExtentWriter:
                 self._put(part)
 
     def start(self) -> None:
-        """Let the engine begin with all full blocks, instead of when there is no buffer left."""
+        """Submit all full blocks now, instead of when no buffer is free."""
         if self._queue is not None:
             self._queue.submit()
 
@@ -183,7 +195,7 @@ class ExtentWriter:
             self._parts.extend(held(part) if is_borrowed(part) else [part])
 
     def finish(self) -> None:
-        """Write what is left and wait until everything is written."""
+        """Write the last block and wait until everything is written."""
         if self._parts:
             self._dispatch()
         self._drain()
@@ -191,12 +203,12 @@ class ExtentWriter:
             self._timing.confirm()
 
     def close(self) -> None:
-        """Stop the engine and free the buffers, waiting only for writes under way. Idempotent."""
+        """Stop the engine and free the buffers, waiting only for writes in flight. Idempotent."""
         finish(self._stop, self._devices.close, self._free)
 
     def _stop(self) -> None:
         for ledger in self._ledgers:
-            ledger.fail()  # if the save failed, a thread may wait for what will not come
+            ledger.fail()  # if the save failed, a thread may wait for checksums that never come
         if self._queue is not None:
             self._queue.stop()
 
@@ -211,14 +223,14 @@ class ExtentWriter:
 
     # -- from parts to blocks ------------------------------------------------------------------
 
-    def _put(self, part: Part) -> None:
+    def _put(self, part: ExtentPart) -> None:
         """Take a part. Blocks that are full are queued."""
         offset, source, start, rest, ledger = part
         if self._parts and offset != self._parts[-1].offset + self._parts[-1].length:
             self._dispatch()
         while rest:
             length = min(rest, self._free_bytes(offset))
-            self._parts.append(Part(offset, source, start, length, ledger))
+            self._parts.append(ExtentPart(offset, source, start, length, ledger))
             offset += length
             start += length
             rest -= length
@@ -264,7 +276,7 @@ class ExtentWriter:
                 aligned if direct else length,
                 buffer,
                 prepare,
-                Block(parts, length, self._file, self._devices.ring),
+                BlockContent(parts, length, self._file, self._devices.ring),
                 move=move,
             )
         )
@@ -297,7 +309,7 @@ class ExtentWriter:
     def _next_route(self) -> Route:
         """Return the route of the next block, once there is a buffer for it.
 
-        It is another one if what is known by now asks for that.
+        It changes when a trial has ended.
         """
         route = self._route or self._begin()
         queue = self._queue
@@ -305,14 +317,14 @@ class ExtentWriter:
             return route
         while not queue.pool.free:
             self._reap(queue)
-        route = self._route or route  # direct I/O may have been refused meanwhile
+        route = self._route or route  # direct I/O may have been refused in between
         if route.kind == "trial" and self._timing is not None and self._timing.is_enough:
             self._drain()
             route = self._take(route.after_trial(self._timing.judge()))
         return route
 
     def _take(self, route: Route) -> Route:
-        """Take a route from here on."""
+        """Use a route from the next block on."""
         self._route = route
         self.outcome.direct = route.kind == "direct"
         self.outcome.fallback = route.fallback
@@ -332,7 +344,7 @@ class ExtentWriter:
             if trace.listener is not None:
                 trace.block(request.times)
             self._check(completion)
-            block: Block = request.tag
+            block: BlockContent = request.tag
             if request.length < block.length and queue.engine.capabilities.moves_data:
                 tail = request.buffer.view[request.length : block.length]
                 self._write_cached(tail, request.offset + request.length)
@@ -357,7 +369,7 @@ class ExtentWriter:
         refused = isinstance(error, OSError) and error.errno == errno.EINVAL
         if self._route is None or not refused or request.fd != self._file.direct_fd:
             raise error
-        # The block is prepared; the file system takes it only through the page cache.
+        # The block is filled; the file system takes it only through the page cache.
         route = self._take(self._route.refused())
         _log.debug("%s; going on through the page cache", route.fallback)
         self._write_cached(request.view, request.offset)
@@ -367,7 +379,7 @@ class ExtentWriter:
         self.outcome.plain_bytes += len(view)
         write_all(self._file.fd, view, offset)
 
-    def _write_without_engine(self, parts: Sequence[Part], nbytes: int) -> None:
+    def _write_without_engine(self, parts: Sequence[ExtentPart], nbytes: int) -> None:
         write_buffered(self._file.fd, parts)
         self.outcome.plain_bytes += nbytes
         self._advance(nbytes)
@@ -382,7 +394,7 @@ class RequestQueue:
 
     Attributes:
         engine: moves the blocks.
-        pool: buffers for them; whoever reaps a request gives its buffer back.
+        pool: buffers for them; the caller of `reap` gives each request's buffer back.
     """
 
     def __init__(self, engine: Engine, pool: BufferPool) -> None:
@@ -394,11 +406,11 @@ class RequestQueue:
 
     @classmethod
     def open(cls, route: Route, devices: DeviceBlocks) -> RequestQueue:
-        """Start the engine of a route on as many buffers as it says.
+        """Start the engine of a route on its number of buffers.
 
         Args:
             route: one with an engine.
-            devices: have buffers of their own, if there are any.
+            devices: provide the buffers, if there are any devices.
 
         Raises:
             EngineUnavailableError: it cannot run here.
@@ -412,7 +424,7 @@ class RequestQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there are requests that nobody reaped yet."""
+        """Whether there are requests that were not reaped yet."""
         return bool(self._batch) or self._in_flight > 0
 
     def add(self, request: Request) -> None:
@@ -437,6 +449,106 @@ class RequestQueue:
 
     @trace.traced("stop engine")
     def stop(self) -> None:
-        """Drop what has not started, and wait for what has. Idempotent."""
+        """Drop requests that have not started, and wait for the others. Idempotent."""
         self.engine.close()
         self._batch = []
+
+
+class DeviceBlocks:
+    """Starts the copies from devices for the blocks of one file. Used by the submitting thread.
+
+    Attributes:
+        ring: staging buffers for parts from devices; None: there are none, or not yet.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.ring: Ring | None = None
+        self._transfer = on_host(config)
+        self._config = config
+        self._devices: set[torch.device] = set()
+        self._path: DirectMemory | None = None  # of device memory, past the host
+
+    @property
+    def transfer(self) -> Transfer:
+        """The transfer type taken, and why."""
+        return self._transfer if self._path is None else self._path.transfer
+
+    def copy_at_once(self, why: str) -> None:
+        """Record that each copy from a device is waited for."""
+        self._transfer = Transfer("cpu_gpu", why)
+
+    def join(self, devices: Collection[torch.device], begun: bool) -> None:
+        """Prepare for parts from devices, as they are after the work queued there now.
+
+        Args:
+            devices: where the parts are.
+            begun: the engine has its buffers already.
+        """
+        self._devices.update(devices)
+        if self.ring is not None:
+            self.ring.join(devices)
+            if self._path is not None:
+                self._path.join(devices)
+        elif begun:
+            self.copy_at_once("the file began with blocks of the host")
+
+    def open_ring(self, engine: Engine) -> Ring | None:
+        """Return staging buffers for parts from devices; None: there are no such parts."""
+        if self._devices:
+            any_memory = engine.capabilities.any_memory
+            self.ring, self._transfer = open_ring(self._config, self._devices, any_memory)
+        return self.ring
+
+    def open_path(self, engine: Engine, fd: int, refusal: str | None) -> bool:
+        """Prepare for blocks that do not pass through the host, if the options ask for that.
+
+        Args:
+            engine: what moves the blocks.
+            fd: of the file.
+            refusal: why the file takes no direct I/O, or None.
+
+        Returns:
+            Whether blocks may go past the host.
+        """
+        if self.ring is None:
+            return False
+        from fastserial.engines.gds.memory import offer  # not without a device
+
+        flags = os.O_WRONLY | fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_SYNC
+        self._path, self._transfer = offer(
+            self._config, self._transfer, self.ring, engine, self._devices, fd, flags, refusal
+        )
+        return self._path is not None
+
+    def fetch(
+        self, parts: Sequence[ExtentPart], length: int, offset: int, buffer: Buffer
+    ) -> Move | None:
+        """Start the copies from devices to a buffer.
+
+        Args:
+            parts: what the block consists of.
+            length, offset: of the block in the file (bytes).
+            buffer: one that was taken.
+
+        Returns:
+            What moves the block; None: the engine does.
+
+        Raises:
+            StorageChangedError: a storage was resized.
+        """
+        if self.ring is None:
+            return None
+        path = self._path
+        lone = lone_memory(parts) if path is not None else None
+        if path is not None and lone is not None:
+            memory, shown = lone
+            if path.takes(memory.device, offset, length):
+                first = parts[0].start
+                return path.write(buffer, memory, first, length, shown)
+        self.ring.fetch(buffer, fetches(parts))
+        return None
+
+    def close(self) -> None:
+        """Wait for transfers past the host; the ring is closed after this. Idempotent."""
+        if self._path is not None:
+            self._path.close()

@@ -1,6 +1,6 @@
-"""Filling memory with pieces of a layout; a chunk is checksummed while it is in the cache.
+"""Fills memory with parts of a layout; a chunk is checksummed while it is in the cache.
 
-Small storages are packed: a few calls for hundreds of them, not a few for each.
+Small storages are packed: a few calls for hundreds of them, instead of a few for each.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import HostMemory, StorageMemory, StorageOnHost
 
 if TYPE_CHECKING:
-    from fastserial.memory.ring import Ring
+    from fastserial.memory.buffers import Ring
 
 __all__ = [
-    "Block",
-    "Part",
+    "BlockContent",
+    "ExtentPart",
     "fetches",
     "fill",
     "held",
@@ -51,7 +51,7 @@ __all__ = [
 _CRC = struct.Struct("<I")
 
 
-class Part(NamedTuple):
+class ExtentPart(NamedTuple):
     """A piece of an extent that is still to be written, and where its checksums are kept.
 
     Attributes:
@@ -68,16 +68,16 @@ class Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class Block:
+class BlockContent:
     """What fills a block, and how.
 
     Attributes:
         parts, length: what fills it, so many bytes.
         files: keeps the descriptors open.
-        ring: brings device memory to the buffer; None: there is none, or it goes past the host.
+        ring: copies device memory to the buffer; None: there is none, or it goes past the host.
     """
 
-    parts: list[Part]
+    parts: list[ExtentPart]
     length: int
     files: object
     ring: Ring | None = None
@@ -85,8 +85,8 @@ class Block:
 
 @trace.traced("fill (rest)")
 def prepare(request: Request) -> None:
-    """Fill a block's buffer. If that fails, no thread waits forever for its checksums."""
-    block: Block = request.tag
+    """Fill a block's buffer. If that fails, no thread is left waiting for its checksums."""
+    block: BlockContent = request.tag
     try:
         if block.ring is not None:
             with trace.step("copy from the device (D2H)"):
@@ -100,8 +100,8 @@ def prepare(request: Request) -> None:
         raise
 
 
-def fetches(parts: Sequence[Part]) -> Iterator[tuple[int, StorageMemory, int, int]]:
-    """Yield what `fill` puts where from devices, as `memory.ring.Fetch` has it."""
+def fetches(parts: Sequence[ExtentPart]) -> Iterator[tuple[int, StorageMemory, int, int]]:
+    """Yield the copies from devices for `fill`, as `Ring.fetch` takes them."""
     at = 0
     for part in parts:
         source = part.source
@@ -110,7 +110,7 @@ def fetches(parts: Sequence[Part]) -> Iterator[tuple[int, StorageMemory, int, in
         at += part.length
 
 
-def lone_memory(parts: Sequence[Part]) -> tuple[StorageMemory, bool] | None:
+def lone_memory(parts: Sequence[ExtentPart]) -> tuple[StorageMemory, bool] | None:
     """Return the device's memory that the parts are a piece of, and whether its CRC-32 is wanted.
 
     None: something else is among them.
@@ -122,16 +122,18 @@ def lone_memory(parts: Sequence[Part]) -> tuple[StorageMemory, bool] | None:
     return source.memory, source.record is not None and part.ledger is not None
 
 
-def fill(parts: Sequence[Part], view: memoryview, address: int, fetched: bool = False) -> None:
+def fill(
+    parts: Sequence[ExtentPart], view: memoryview, address: int, fetched: bool = False
+) -> None:
     """Put the bytes of the parts back to back at `address`, which `view` shows.
 
-    What needs checksums comes last: it may wait for other threads to fill the blocks before.
+    Parts that need checksums are filled last: they may wait for threads that fill earlier blocks.
 
     Args:
         fetched: the `fetches` of the parts are there.
     """
     at = 0
-    late: list[tuple[int, Part]] = []
+    late: list[tuple[int, ExtentPart]] = []
     for part in parts:
         _, source, start, length, ledger = part
         if isinstance(source, Data):
@@ -168,7 +170,7 @@ def fill(parts: Sequence[Part], view: memoryview, address: int, fetched: bool = 
 
 def _fill_data(
     source: Data,
-    part: Part,
+    part: ExtentPart,
     view: memoryview,
     address: int,
     at: int,
@@ -198,14 +200,14 @@ def _fill_data(
 
 
 def _is_there(address: int, start: int, length: int) -> None:
-    """Stand in for a copy that was made."""
+    """Do nothing, in place of a copy that was made already."""
 
 
 def _packed_piece(source: Packed, ledger: CrcLedger | None, start: int, length: int) -> bytes:
     """Return a part of a packed source that the end of a block cuts."""
     with source.lock:
         if source.made is None:
-            source.made = staged([Part(0, source, 0, source.length, ledger)])
+            source.made = staged([ExtentPart(0, source, 0, source.length, ledger)])
         piece = bytes(source.made[start : start + length])
         source.used += length
         if source.used == source.length:
@@ -213,7 +215,7 @@ def _packed_piece(source: Packed, ledger: CrcLedger | None, start: int, length: 
     return piece
 
 
-def staged(parts: Sequence[Part]) -> bytearray:
+def staged(parts: Sequence[ExtentPart]) -> bytearray:
     """Return the bytes of the parts, for what does not go through the pool."""
     whole = bytearray(sum(part.length for part in parts))
     if whole:
@@ -222,20 +224,20 @@ def staged(parts: Sequence[Part]) -> bytearray:
     return whole
 
 
-def is_borrowed(part: Part) -> bool:
+def is_borrowed(part: ExtentPart) -> bool:
     """Return whether a part needs memory that belongs to others."""
     if isinstance(part.source, Literal):
         return not isinstance(part.source.data, bytes)
     return isinstance(part.source, Data | Packed | Made)
 
 
-def held(part: Part) -> Iterator[Part]:
-    """Copy what a part needs: in pieces, since Python keeps its lock while it allocates."""
+def held(part: ExtentPart) -> Iterator[ExtentPart]:
+    """Copy what a part needs, in pieces, because Python holds its lock while it allocates."""
     offset, source, start, length, ledger = part
     for done in range(0, length, FILL_CHUNK):
         size = min(FILL_CHUNK, length - done)
-        data = bytes(staged([Part(offset + done, source, start + done, size, ledger)]))
-        yield Part(offset + done, Literal(data), 0, size, None)
+        data = bytes(staged([ExtentPart(offset + done, source, start + done, size, ledger)]))
+        yield ExtentPart(offset + done, Literal(data), 0, size, None)
 
 
 @trace.traced("pack small storages")
@@ -261,19 +263,19 @@ def _fill_packed(source: Packed, ledger: CrcLedger | None, view: memoryview, at:
 
 
 @trace.traced("write (page cache)")
-def write_buffered(fd: int, parts: Sequence[Part]) -> None:
+def write_buffered(fd: int, parts: Sequence[ExtentPart]) -> None:
     """Write parts to a file, in the order given.
 
     Args:
         fd: of the file.
-        parts: what needs checksums comes after what gives them.
+        parts: those that need checksums follow those that give them.
 
     Raises:
         OSError: the disk is full or failed.
         StorageChangedError: a storage was resized during the save.
     """
     buffer = bytearray()
-    together: list[Part] = []
+    together: list[ExtentPart] = []
     end = gathered = 0  # where they end in the file, and their bytes
 
     def write() -> None:
@@ -305,7 +307,7 @@ def write_buffered(fd: int, parts: Sequence[Part]) -> None:
     write()
 
 
-def _chunks(part: Part) -> Iterator[Part]:
+def _chunks(part: ExtentPart) -> Iterator[ExtentPart]:
     """Cut a part up, so that little memory is taken at a time."""
     offset, source, start, length, ledger = part
     if length <= GATHERED_CHUNK or not isinstance(source, Data | Literal):
@@ -313,10 +315,10 @@ def _chunks(part: Part) -> Iterator[Part]:
         return
     for done in range(0, length, GATHERED_CHUNK):
         size = min(GATHERED_CHUNK, length - done)
-        yield Part(offset + done, source, start + done, size, ledger)
+        yield ExtentPart(offset + done, source, start + done, size, ledger)
 
 
-def _memory_to_write(part: Part) -> HostMemory | None:
+def _memory_to_write(part: ExtentPart) -> HostMemory | None:
     """Return the memory of a part that can be written from where it is, and is worth the calls."""
     source = part.source
     if part.length < UNCOPIED or not isinstance(source, Data):
@@ -329,7 +331,7 @@ def _memory_to_write(part: Part) -> HostMemory | None:
     return memory
 
 
-def _write_uncopied(fd: int, part: Part, memory: HostMemory) -> None:
+def _write_uncopied(fd: int, part: ExtentPart, memory: HostMemory) -> None:
     offset, source, start, length, ledger = part
     view = memoryview((ctypes.c_char * length).from_address(memory.address + start))
     record = source.record if isinstance(source, Data) and ledger is not None else None

@@ -1,7 +1,7 @@
-"""By which route the blocks of a file get to its device: decided in one place, before the first.
+"""The route of the blocks of a file to its device: one function chooses it, before the first block.
 
-What is learnt meanwhile gives a second route, which the next block takes: a device on trial was
-fast or not, direct I/O is refused, there is no memory for an engine.
+Later blocks may take a second route: the trial of the device has ended, direct I/O was refused, or
+there is no memory for an engine.
 """
 
 from __future__ import annotations
@@ -14,38 +14,30 @@ from typing import Literal
 from fastserial.config import Config
 from fastserial.config.performance import PAGE
 from fastserial.engines import Capabilities, EngineFactory, capabilities_of, load
-from fastserial.files import linux
 from fastserial.files.caching import fits, is_fast
-from fastserial.files.compression import compresses
-from fastserial.files.linux import open_direct
+from fastserial.files.linux import compresses, open_direct
 from fastserial.interrupts import Descriptors
 from fastserial.reasons import QUICKER, SEE_DOCTOR, Reason
 
 __all__ = ["OutputFile", "Route", "choose_route"]
 
-_LOCKED = Reason(
-    "the file is locked (lockf): opening it once more would end the lock",
-    "end the lock before the file is saved to",
-)
 _COMPRESSED = Reason("the file system compresses this file, but not direct writes", QUICKER)
 _REFUSED = Reason("direct I/O refused at the first write: Invalid argument", SEE_DOCTOR)
 
 
 class OutputFile:
-    """The file that is written, and what has to stay as long as it is.
+    """The file that is written, and what must stay open as long as it is.
 
     Attributes:
         fd: its descriptor, which stays the caller's.
         direct_fd: one for direct I/O; -1: there is none.
-        may_be_locked: others know the file and may hold a `lockf` lock on it.
         owner: keeps `fd` open.
     """
 
-    __slots__ = ("_files", "direct_fd", "fd", "may_be_locked", "owner")
+    __slots__ = ("_files", "direct_fd", "fd", "owner")
 
-    def __init__(self, fd: int, may_be_locked: bool = False, owner: object = None) -> None:
+    def __init__(self, fd: int, owner: object = None) -> None:
         self.fd = fd
-        self.may_be_locked = may_be_locked
         self.owner = owner
         self.direct_fd = -1
         self._files = Descriptors()
@@ -70,13 +62,13 @@ class Route:
     Attributes:
         kind: `direct`: past the page cache, but for what is not aligned; `cached`: through it;
             `trial`: through it, until it is known whether direct I/O is faster.
-        engine: what makes the engine; None: there is no memory for one.
+        engine: makes the engine; None: there is no memory for one.
         block_size: of a block at most.
         queue_depth: blocks in flight at once.
-        threads: that help the submitting one.
+        threads: that the engine may start.
         alignment: of what direct I/O writes.
-        writeback: the device begins with each block as soon as the page cache has it.
-        fallback: why this is not the fastest way, or None.
+        writeback: the device starts to write each block as soon as it is in the page cache.
+        fallback: why this is not the fastest route, or None.
     """
 
     kind: Literal["direct", "cached", "trial"]
@@ -93,11 +85,11 @@ class Route:
         return replace(self, kind="direct" if fast else "cached")
 
     def past_the_host(self) -> Route:
-        """Return the route where device memory does not pass through the host: nor the cache."""
+        """Return the route for device memory that does not pass through the host."""
         return replace(self, kind="direct")
 
     def refused(self) -> Route:
-        """Return the route of a file that took no direct write."""
+        """Return the route of a file that refused a direct write."""
         return replace(self, kind="cached", writeback=False, fallback=_REFUSED)
 
     def without_engine(self, why: object) -> Route:
@@ -112,7 +104,7 @@ def choose_route(file: OutputFile, config: Config, expected: int | None) -> Rout
     Args:
         file: opened for direct I/O, if that is to be used or tried.
         config: the options.
-        expected: bytes there will be, if known: what a short file does not use is not started.
+        expected: bytes to be written, if known: a short file gets fewer buffers and threads.
 
     Raises:
         EngineUnavailableError: the engine cannot run here.
@@ -126,8 +118,6 @@ def choose_route(file: OutputFile, config: Config, expected: int | None) -> Rout
     kind: Literal["direct", "cached", "trial"] = "cached"
     if config.never_direct:
         pass
-    elif file.may_be_locked and linux.is_locked(file.fd):
-        fallback = _LOCKED
     elif config.direct is not True and compresses(file.fd):
         fallback = _COMPRESSED
     else:
@@ -141,7 +131,7 @@ def choose_route(file: OutputFile, config: Config, expected: int | None) -> Rout
         queue_depth=depth,
         threads=threads,
         alignment=alignment,
-        writeback=file.direct_fd >= 0 and config.durable and not file.may_be_locked,
+        writeback=file.direct_fd >= 0 and config.durable,
         fallback=fallback,
     )
 
@@ -149,9 +139,9 @@ def choose_route(file: OutputFile, config: Config, expected: int | None) -> Rout
 def _fastest(
     file: OutputFile, config: Config, capabilities: Capabilities, nbytes: int
 ) -> Literal["direct", "cached", "trial"]:
-    """Return what is the fastest for a file that takes direct I/O, and leaves most in the cache."""
+    """Return the fastest kind for a file that takes direct I/O; of equals, the cached one."""
     if not (capabilities.moves_data and capabilities.any_memory):
-        return "direct"  # such an engine is no good at the page cache
+        return "direct"  # such an engine is slow or useless with the page cache
     if config.direct is True or config.cache == "drop":
         return "direct"
     if config.cache == "keep":

@@ -1,6 +1,6 @@
-"""torch's own writer, asked about what only it decides.
+"""torch's own writer, called for what only it can decide.
 
-The hash of the record names is asked at every save. The self-check compares our zip layout with
+It computes the hash of the record names for each save. The self-check compares our zip layout with
 torch's, once, before fastserial is switched on: a torch whose C++ writer differs stays stock.
 """
 
@@ -98,14 +98,14 @@ def _names_hash(names: Collection[str]) -> str:
 
 def _discarding_writer() -> Any:
     with contextlib.suppress(OSError, RuntimeError):  # no such device, or no descriptor free
-        # torch would create what is missing, and in its place other programs would fill a file
+        # torch would create a missing one as an ordinary file, which other programs would then fill
         if stat.S_ISCHR(os.stat(os.devnull).st_mode):
             return new_writer(os.devnull, DEFAULT_ALIGNMENT)
     return new_writer(PieceSink(), DEFAULT_ALIGNMENT)
 
 
 class PieceSink:
-    """Takes what torch's writer emits, joined, with the places it skips as gaps."""
+    """Collects what torch's writer emits, joined; what it skips is a gap."""
 
     def __init__(self) -> None:
         self.position = 0

@@ -6,12 +6,12 @@ The protocol is that of DeepSpeed's FastPersist (arXiv 2406.13768): a writable f
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -23,18 +23,17 @@ from fastserial.errors import WriteError, name_in
 from fastserial.files.destination import (
     CallersFile,
     Destination,
+    Replacement,
     open_destination,
     required,
     save_error,
 )
-from fastserial.files.replacement import Replacement
 from fastserial.formats.extents import Extent, Literal
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.zip.layout import ZipPlan
 from fastserial.interrupts import finish
-from fastserial.memory.batch import storage_batch
-from fastserial.memory.storages import synchronize
-from fastserial.progress import progress_bar
+from fastserial.memory.storages import storage_batch, synchronize
+from fastserial.progress import ProgressBar
 from fastserial.reports import Latency, SaveReport, publish_save
 from fastserial.saving.extent_writer import ExtentWriter
 
@@ -48,6 +47,9 @@ __all__ = ["FastFileWriter"]
 
 class FastFileWriter:
     """A writable binary file, for `torch.save(obj, writer)` or by itself.
+
+        with fastserial.FastFileWriter("ckpt.pt") as file:
+            torch.save(state, file)
 
     A path is replaced as a whole when the writer is closed: until then, and after an error, the
     previous file is there. A file object of the caller's is written from its position on, and
@@ -96,15 +98,16 @@ class FastFileWriter:
         self._report: SaveReport | None = None
         if not isinstance(given, Replacement | CallersFile):
             given = required(open_destination(given, self._config.durable), given)
-        self._place: Destination = given
-        self._began = self._place.began
-        self._bar = progress_bar(self._config.progress, self.name)
+        self._destination: Destination = given
+        if isinstance(given, CallersFile) and self._config.durable:
+            self._config = replace(self._config, durable=False)  # the caller decides when to sync
+        self._began = self._destination.began
+        self._bar = ProgressBar(self.name) if self._config.progress else None
         self._out = ExtentWriter(
-            self._place.fd,
+            self._destination.fd,
             self._config,
-            self._bar.update,
-            may_be_locked=self._place.shared,
-            owner=self._place,
+            None if self._bar is None else self._bar.update,
+            owner=self._destination,
         )
         self._written = 0  # bytes passed on
         self._gathered = bytearray()
@@ -115,7 +118,7 @@ class FastFileWriter:
     @property
     def name(self) -> str:
         """The target's path as given, or the name of the file object."""
-        return self._place.name
+        return self._destination.name
 
     @property
     def mode(self) -> str:
@@ -169,7 +172,7 @@ class FastFileWriter:
         return False
 
     def fileno(self) -> int:
-        """Refuse: writes through a descriptor would pass by what is staged.
+        """Refuse: writes through a descriptor would bypass the staging buffers.
 
         Raises:
             io.UnsupportedOperation: always.
@@ -188,11 +191,11 @@ class FastFileWriter:
             if length < GATHERED:
                 self._gathered += view
                 if len(self._gathered) >= GATHERED:
-                    with _Guarded(self), self._timed("transfer"):
+                    with _Phase(self, "transfer"):
                         self._gather()
                 return length
-            with _Guarded(self), self._timed("transfer"):
-                self._place.begin()
+            with _Phase(self, "transfer"):
+                self._destination.begin()
                 self._gather()
                 source = Literal(data if isinstance(data, bytes) else view)
                 self._pass_on([Extent(0, length, source)], length)
@@ -203,8 +206,8 @@ class FastFileWriter:
     def flush(self) -> None:
         """Write nothing: bytes reach the file in whole blocks, the last ones at `close`.
 
-        Where torch leaves its `with` block by an error, what it wrote is no checkpoint: all is
-        discarded. After an error nothing is raised, which would hide the first.
+        Where torch leaves its `with` block because of an error, what it wrote is no checkpoint, and
+        all is discarded. Nothing is raised then: it would hide the first error.
         """
         error = _error_of_callers_block()
         if error is not None:
@@ -272,14 +275,14 @@ class FastFileWriter:
         Raises:
             WriteError: the disk is full or failed.
         """
-        with _Guarded(self), self._timed("transfer"):
+        with _Phase(self, "transfer"):
             self._out.release_sources()
 
     def close(self) -> None:
-        """Write the rest, sync, and put the new file in its place. Idempotent.
+        """Write the rest, sync, and commit. Idempotent.
 
         Discards if a `torch.save` into the writer failed, or if nothing was written and an
-        exception is under way: `finally: writer.close()`.
+        exception is being handled: `finally: writer.close()`.
 
         Raises:
             WriteError: the disk is full or failed; the previous file is intact.
@@ -290,20 +293,24 @@ class FastFileWriter:
             self.abort()
             return
         self._needed = max(self._needed or 0, self.tell())
-        with _Guarded(self):
-            with self._timed("transfer"):
-                self._place.begin()
+        try:
+            with _Phase(self, "transfer"):
+                self._destination.begin()
                 self._gather()
                 self._out.finish()
                 self._out.close()
-            with self._timed("sync"):
-                self._place.sync()
-            with self._timed("commit"):
-                self._place.commit()
-            if isinstance(self._place, CallersFile):
-                self._place.file.seek(self._place.start + self._written)
+            with _Phase(self, "sync"):
+                self._destination.sync()
+            with _Phase(self, "commit"):
+                self._destination.commit()
+                if isinstance(self._destination, CallersFile):
+                    self._destination.file.seek(self._destination.start + self._written)
+        except BaseException as error:  # of a signal handler between two phases, too
+            self._give_up(error)
+            raise
         self._closed = True
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
         self._publish()
 
     def abort(self) -> None:
@@ -313,7 +320,8 @@ class FastFileWriter:
         self._closed = self._discarded = True
         if os.getpid() != self._pid:
             return  # a forked child must not touch what its parent is writing
-        finish(self._out.close, self._bar.close, self._place.discard)
+        close_bar = self._bar.close if self._bar is not None else bool
+        finish(self._out.close, close_bar, self._destination.discard)
 
     def __enter__(self) -> FastFileWriter:
         return self
@@ -337,35 +345,27 @@ class FastFileWriter:
 
     # -- the rest ------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        """Count the seconds of the body as those of a phase."""
-        began = perf_counter()
-        try:
-            yield
-        finally:
-            self._phases[phase] = self._phases.get(phase, 0.0) + perf_counter() - began
-
     def _write_extents(
         self, extents: Sequence[Extent], nbytes: int, ledger: CrcLedger | None
     ) -> None:
         self._needed = self.tell() + nbytes
-        with _Guarded(self), self._timed("transfer"):
-            self._place.begin()
-            self._bar.expect(self._needed)
-            self._out.expect(self._needed, self._place.start)
+        with _Phase(self, "transfer"):
+            self._destination.begin()
+            if self._bar is not None:
+                self._bar.expect(self._needed)
+            self._out.expect(self._needed, self._destination.start)
             self._gather()
             self._pass_on(extents, nbytes, ledger)
 
     def _pass_on(
         self, extents: Sequence[Extent], nbytes: int, ledger: CrcLedger | None = None
     ) -> None:
-        self._out.write(extents, ledger, self._place.start + self._written)
+        self._out.write(extents, ledger, self._destination.start + self._written)
         self._written += nbytes
 
     def _gather(self) -> None:
         if self._gathered:
-            self._place.begin()
+            self._destination.begin()
             gathered, self._gathered = bytes(self._gathered), bytearray()
             self._pass_on([Extent(0, len(gathered), Literal(gathered))], len(gathered))
 
@@ -383,7 +383,7 @@ class FastFileWriter:
             if isinstance(error, Exception):  # an interrupt stays one
                 error = another
         if isinstance(error, OSError) and not isinstance(error, WriteError):
-            raise save_error(error, self._place, self._needed) from error
+            raise save_error(error, self._destination, self._needed) from error
 
     def _publish(self) -> None:
         outcome, config = self._out.outcome, self._config
@@ -396,8 +396,8 @@ class FastFileWriter:
             seconds=seconds,
             engine=outcome.engine,
             direct=outcome.direct,
-            durable=self._place.durable,
-            fallback=self._place.fallback or outcome.fallback,
+            durable=self._destination.durable,
+            fallback=self._destination.fallback or outcome.fallback,
             block_size=config.block_size,
             queue_depth=config.queue_depth,
             threads=config.threads,
@@ -423,17 +423,20 @@ def _error_of_callers_block() -> BaseException | None:
     return error if trace is not None and trace.tb_frame is block else None
 
 
-class _Guarded:
-    """Context manager: an error in it ends the save."""
+class _Phase:
+    """Context manager for a phase of a save: counts its seconds; an error in it ends the save."""
 
-    __slots__ = ("_writer",)
+    __slots__ = ("_began", "_name", "_writer")
 
-    def __init__(self, writer: FastFileWriter) -> None:
+    def __init__(self, writer: FastFileWriter, name: str) -> None:
         self._writer = writer
+        self._name = name
 
     def __enter__(self) -> None:
-        pass
+        self._began = perf_counter()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        phases = self._writer._phases
+        phases[self._name] = phases.get(self._name, 0.0) + perf_counter() - self._began
         if error is not None:
             self._writer._give_up(error)

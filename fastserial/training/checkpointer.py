@@ -30,25 +30,26 @@ from fastserial.files import linux
 from fastserial.overlap import guard
 from fastserial.overlap.asynchronous import Kind, check_snapshot
 from fastserial.overlap.pending import PendingSave
-from fastserial.training.alone import OWN, Alone, Job
 from fastserial.training.folder import CheckpointFolder
-from fastserial.training.keeper import Keeper
-from fastserial.training.of_rank import generator_states, restore_generators, unpacked
-from fastserial.training.partial import (
-    Difference,
-    Name,
-    Request,
-    ResumeReport,
-    lacks_of_rank,
-)
-from fastserial.training.parts import (
+from fastserial.training.folder_manager import FolderManager
+from fastserial.training.mirror import Mirror
+from fastserial.training.object_states import (
     expected_bytes,
     refuse_unrestorable,
     restore,
     state_of,
     states,
 )
+from fastserial.training.partial import (
+    NameDifference,
+    ResumeReport,
+    ResumeRequest,
+    StateName,
+    lacks_of_rank,
+)
+from fastserial.training.rank_values import generator_states, restore_generators, unpacked
 from fastserial.training.retention import Best, Retention, seconds_of
+from fastserial.training.single_process import OWN, SaveJob, SingleProcess
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +58,8 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer"]
 
 _log = logging.getLogger("fastserial")
-_SIGNAL, _DUE = 1, 2  # what a rank says to the others: a signal came, the time has passed
-# By process, since a forked child has its parent's, and the real path of the folder.
+_SIGNAL, _DUE = 1, 2  # flags that ranks exchange: a signal came, the time has passed
+# Keys: the process, since a forked child inherits its parent's, and the real path of the folder.
 _live: weakref.WeakValueDictionary[tuple[int, str], Checkpointer] = weakref.WeakValueDictionary()
 
 
@@ -73,18 +74,25 @@ def _too_small(path: str, keep: int, needed: int, free: int) -> WriteError:
 
 
 def _is_torn(error: BaseException) -> bool:
-    """Tell whether tensors changed on this rank; of several, a `DistributedError` tells of it."""
+    """Return whether tensors changed on this rank; a `DistributedError` has that as its cause."""
     return any(isinstance(one, TornSnapshotError) for one in (error, error.__cause__))
 
 
 class Checkpointer:
-    """Saves the state of a training run beside it, and finds it again.
+    """Saves the state of a training run in the background, and resumes from it.
+
+        objects = {"model": model, "optimizer": optimizer}
+        with fastserial.Checkpointer("ckpts", objects, every=100, keep=3) as checkpointer:
+            first = checkpointer.resume()
+            for step in range(first + 1, first + 201):
+                optimizer.step()
+                checkpointer.save(step)
 
     Each checkpoint is one ordinary torch file, `step-00000100.pt`, written whole or not at all.
-    `save` copies the tensors, and the file is written while training goes on.
+    `save` copies the tensors, and the file is written while training continues.
 
-    In a job of several ranks all of them make one, and call the same methods in the same order;
-    they write one file together, and agree on what they resume from.
+    In a job of several ranks, each rank creates one and calls the same methods in the same order.
+    The ranks write one file together, and resume from the same one.
     """
 
     def __init__(
@@ -98,6 +106,8 @@ class Checkpointer:
         keep_for: str | None = None,
         every: int | str | None = None,
         per_rank: Mapping[str, Any] | None = None,
+        mirror: str | None = None,
+        mirror_bandwidth: float | None = None,
         name: str = "step-{step:08d}.pt",
         on_saved: Callable[[int, str], object] | None = None,
         snapshot: Kind = "copy",
@@ -111,41 +121,47 @@ class Checkpointer:
         """Connect the ranks; nothing is read or written.
 
         Args:
-            folder: where the files are; the first save makes it. What is not called like one of
-                them is left alone. One Checkpointer at a time saves in a folder: close the one
-                before.
-            state: what is saved, by name: objects (modules, optimizers, schedulers, whatever has
+            folder: where the files are; the first save creates it. Files with other names are
+                ignored. Only one Checkpointer at a time saves in a folder: close the one before.
+            state: what is saved, by name: objects (modules, optimizers, schedulers, all that have
                 `state_dict` and `load_state_dict`), tensors, plain values, and dictionaries, lists
-                and tuples of these. `resume` puts states into the objects, values back into this
-                mapping and the containers in it, and fills tensors in place. Of several ranks,
-                sharded and large tensors are saved as `distributed.save` does; of everything else
-                rank 0's.
-            keep: how many of the newest checkpoints to keep; older ones go once a new one is in
-                place, unless one of the next three keeps them. The last whole one never goes.
-            keep_every: those of each so many steps stay, too: all multiples.
-            keep_best: a name among the `metrics` of `save`, and "min" or "max": the one with the
-                least or greatest value stays, too.
-            keep_for: a time ("90s", "10min", "12h", "7d"): those that are not older stay, too.
-            every: save only each so many steps, or each time ("10min") since the last save; None:
-                at each call of `save`.
-            per_rank: what each rank has for itself, by name, as data loaders and samplers: as
-                `state`, but no large tensors. It is put back on as many ranks only.
+                and tuples of these. `resume` loads states into the objects, fills tensors in place,
+                and replaces values in this mapping and the containers in it. Of several ranks,
+                sharded and large tensors are saved as by `distributed.save`; all else is rank 0's.
+            keep: the number of newest checkpoints to keep; older ones are removed once a new one is
+                in place, unless one of the next three rules keeps them. The last whole one is
+                never removed.
+            keep_every: also keep the checkpoints of all steps that are multiples of this.
+            keep_best: the name of one of the `metrics` of `save`, and "min" or "max": also keep
+                the checkpoint with the least or greatest value.
+            keep_for: a time ("90s", "10min", "12h", "7d"): also keep those that are not older.
+            every: save only at multiples of so many steps, or when so much time ("10min") has
+                passed since the last save; None: at each call of `save`.
+            per_rank: the values that each rank has of its own, by name, such as data loaders and
+                samplers: as `state`, but without large tensors. They are restored only on the same
+                number of ranks.
+            mirror: URL of a remote folder, such as "s3://bucket/run", to which checkpoints are
+                copied in the background once they are in place. The same rules say which stay
+                there; a local one stays until it is copied. `resume` takes the newest whole
+                checkpoint of both, and `close` waits for the copies.
+            mirror_bandwidth: most bytes per second that the copies may take.
             name: of a file.
             on_saved: called on the saving thread with step and path once a checkpoint is in place,
-                in the process that looks after the folder (rank 0). What it raises is logged.
-            snapshot, snapshot_budget: as `save_async`. `in_place` reads only what these optimizers
-                own where it is, and copies the rest; after a `TornSnapshotError` all is copied.
-            rng: save and restore the random generators (Python, torch, NumPy, CUDA), each rank's.
-            weights_only: as `torch.load`. Several ranks load no other files.
+                in the process that manages the folder (rank 0). What it raises is logged.
+            snapshot, snapshot_budget: as `save_async`. `in_place` reads in place only what the
+                optimizers own, and copies the rest; after a `TornSnapshotError` all is copied.
+            rng: save and restore each rank's random generators (Python, torch, NumPy, CUDA).
+            weights_only: as `torch.load`. Several ranks cannot load other files.
             group: the ranks that save together; by default all, if torch.distributed is in use.
-            timeout: seconds after which a rank that is not heard from counts as lost.
-            merge: "union": the ranks hold different keys, as the stages of a pipeline do; see
+            timeout: seconds without a message after which a rank counts as lost, and for which a
+                copy to the mirror that fails is tried again.
+            merge: "union": the ranks have different keys, as the stages of a pipeline do; see
                 `distributed.save`.
 
         Raises:
             ConfigError: an argument is impossible, a `state_dict()` is given instead of its object,
                 a tensor is expanded, or another Checkpointer has the folder.
-            DistributedError: a rank does not come.
+            DistributedError: a rank does not connect.
         """
         keep = _whole("keep", keep)
         if keep_every is not None:
@@ -171,23 +187,26 @@ class Checkpointer:
         self._budget = snapshot_budget
         self._rng = rng
         self._folder = CheckpointFolder(os.path.abspath(os.fsdecode(folder)), name)
-        self._keeper = Keeper(self._folder, retention, on_saved)
+        self._mirror = (
+            Mirror(mirror, self._folder, retention, mirror_bandwidth, timeout) if mirror else None
+        )
+        self._manager = FolderManager(self._folder, retention, on_saved, self._mirror)
         self._key = (os.getpid(), os.path.realpath(self._folder.path))
         self._refuse_second()
-        self._way = _way(state, group, weights_only, timeout, merge)
+        self._ranks = _ranks_of(state, group, weights_only, timeout, merge)
         self._processes = _processes()
-        self._prepared = 0  # the process that was, once; a forked child has no lock
+        self._prepared = 0  # the process that has the lock: not its forked child
         self._last: PendingSave | None = None
-        self._began = perf_counter()  # when the last save did
+        self._began = perf_counter()  # the start of the last save
         self._step: int | None = None
         self._resumed: ResumeReport | None = None
         self._handlers: dict[int, Any] = {}
         self._pid = 0  # of the process that the handlers are for
-        self._came: set[int] = set()  # signals to this process that are not answered yet
-        self._answered = False  # one was, by the last call of `save`
+        self._came: set[int] = set()  # signals that no checkpoint has followed yet
+        self._answered = False  # the last call of `save` made a checkpoint for a signal
         _live[self._key] = self
         if snapshot == "in_place":
-            guard.hold(self)
+            guard.watch_steps()
 
     def __repr__(self) -> str:
         every = "" if self._every is None else f", every={self._every}"
@@ -196,7 +215,7 @@ class Checkpointer:
 
     @property
     def step(self) -> int | None:
-        """Step of the checkpoint that was saved or resumed from last; None if there was none."""
+        """The step of the last checkpoint that was saved or resumed from; None if there is none."""
         return self._step
 
     @property
@@ -206,7 +225,7 @@ class Checkpointer:
 
     def _refuse_second(self) -> None:
         if self._key in _live:
-            gc.collect()  # it may be garbage
+            gc.collect()  # it may be unreachable
         if self._key in _live:
             raise ConfigError(
                 f"{self._folder.path}: another Checkpointer of this process has this folder, and "
@@ -222,21 +241,21 @@ class Checkpointer:
         force: bool = False,
         metrics: Mapping[str, float | torch.Tensor] | None = None,
     ) -> PendingSave | None:
-        """Start a checkpoint of this step, or return None if `every` says that it is not its turn.
+        """Start a checkpoint of this step, or return None if `every` does not ask for one.
 
-        Waits for the checkpoint before, if that is still being written. One that a signal asked
-        for is made whatever `every` says, and waited for.
+        Waits for the previous checkpoint if that is still being written. After a signal it saves
+        regardless of `every`, and waits for the file.
 
         Args:
             step: a whole number, not negative.
-            force: save whatever `every` says, as after the last step. The same on all ranks.
-            metrics: numbers for the file, such as the validation loss; see `keep_best`. Rank 0's
-                count.
+            force: save regardless of `every`, as after the last step. The same on all ranks.
+            metrics: numbers for the file, such as the validation loss; see `keep_best`. Of several
+                ranks, rank 0's are used.
 
         Raises:
-            ConfigError: another process saves in this folder, or `metrics` lack what `keep_best`
-                names.
-            Exception: the checkpoint before failed, or this one cannot be started.
+            ConfigError: another process saves in this folder, or `metrics` lack the name in
+                `keep_best`.
+            Exception: the previous checkpoint failed, or this one cannot be started.
         """
         began = perf_counter()
         step = operator.index(step)  # NumPy's and torch's, too: the file holds Python's
@@ -248,11 +267,11 @@ class Checkpointer:
         self.wait()
         if self._prepared != os.getpid():
             self._prepare()
-            with self._way.together():
-                if self._way.tends:
-                    self._keeper.warn_of_later(step)
+            with self._ranks.together():
+                if self._ranks.is_main:
+                    self._manager.warn_of_later(step)
             self._prepared = os.getpid()
-        self._last = save = self._way.start(self._job(step, metrics, began))
+        self._last = save = self._ranks.start(self._job(step, metrics, began))
         self._began, self._step = began, step
         if asked:
             self.wait()
@@ -261,12 +280,12 @@ class Checkpointer:
         return save
 
     def _is_its_turn(self, step: int, force: bool, now: float) -> bool | None:
-        """Tell whether a signal asked for a checkpoint; None if there is to be none now."""
+        """Return whether a signal asks for a checkpoint; None if none is to be made now."""
         flags = _SIGNAL if self._came else 0
         if self._seconds is not None and now - self._began >= self._seconds:
             flags |= _DUE
         if self._handlers or self._seconds is not None:
-            flags = self._way.asked(flags)
+            flags = self._ranks.asked(flags)
         self._answered = False
         if self._every is None:
             its_turn = True
@@ -279,9 +298,12 @@ class Checkpointer:
 
     def _job(
         self, step: int, metrics: Mapping[str, float | torch.Tensor] | None, began: float
-    ) -> Job:
+    ) -> SaveJob:
         own: dict[str, Any] = {"version": 1, "step": step}
-        keeper, tends = self._keeper, self._way.tends  # the thread must not keep this object
+        manager, is_main = (
+            self._manager,
+            self._ranks.is_main,
+        )  # the thread must not keep this object
 
         def of_rank() -> dict[str, Any]:
             if metrics is not None:
@@ -291,14 +313,14 @@ class Checkpointer:
             mine = {"rng": generator_states()} if self._rng else {}
             return {**mine, **states(self._per_rank, state_of)}
 
-        return Job(
+        return SaveJob(
             self._state,
             of_rank,
             own,
             self._folder.file(step),
             self._kind,
             self._budget,
-            lambda: keeper.written(step, own.get("metrics", {}), tends),
+            lambda: manager.written(step, own.get("metrics", {}), is_main),
             began,
         )
 
@@ -308,10 +330,10 @@ class Checkpointer:
                 f"{self._folder.path}: this Checkpointer was made before init_process_group(), so "
                 "that each rank would save its own state to the same files. Make it after that"
             )
-        if _live.get(self._key) is not self:  # it was closed, and is used again
+        if _live.get(self._key) is not self:  # it was closed, and is being reused
             self._refuse_second()
             _live[self._key] = self
-        self._way.prepare(self._folder)
+        self._ranks.prepare(self._folder)
 
     def wait(self) -> None:
         """Wait until the checkpoint that was started last is in place.
@@ -325,7 +347,6 @@ class Checkpointer:
             return
         if self._kind == "in_place" and _is_torn(error):
             self._kind = "copy"
-            guard.unhold(self)
             text = (
                 f"{self._folder.path}: tensors were changed while a checkpoint read them in place; "
                 'later checkpoints copy them, as with snapshot="copy"'
@@ -334,26 +355,30 @@ class Checkpointer:
         raise error
 
     def check(self) -> int | None:
-        """Try at the start what would go wrong later: saving the state, resuming, room for it.
+        """Test before training what could fail later: saving, resuming, the space on the disk.
 
         Returns:
-            About how many bytes a checkpoint has; None where that is not known.
+            The approximate size of a checkpoint (bytes); None where it is unknown.
 
         Raises:
             WriteError: the folder cannot be written, or is too small for `keep` + 1 checkpoints.
             ConfigError: `resume` would refuse what is in the state (`weights_only`), or another
                 process saves in this folder.
-            OSError: the folder cannot be made.
+            RemoteError: the mirror cannot be reached.
+            OSError: the folder cannot be created.
             Exception: an object cannot be pickled.
         """
         path = self._folder.path
         self._prepare()
-        nbytes = self._way.size_of(self._job(0, None, 0.0))
+        nbytes = self._ranks.size_of(self._job(0, None, 0.0))
         try:
             with tempfile.TemporaryFile(dir=path):
                 pass
         except OSError as error:
             raise write_error(error.errno or errno.EIO, path) from error
+        with self._ranks.together():
+            if self._mirror is not None and self._ranks.is_main:
+                self._mirror.steps()
         if nbytes is None:
             return None
         nbytes += expected_bytes(self._state)
@@ -364,12 +389,12 @@ class Checkpointer:
         return nbytes
 
     def save_on(self, *signals: int) -> None:
-        """Let signals ask for a checkpoint: the next `save` makes it, and waits for it.
+        """Make a checkpoint after one of these signals: the next `save` makes it, and waits for it.
 
-        `asked` tells to end the loop after that. A handler that was there is called, too, and
-        Ctrl-C interrupts as ever when it comes a second time. Of several ranks it is enough that
-        one gets a signal. They all call this, and `save` after each step; about once a second they
-        ask each other in it. Call it in the main thread.
+        `asked` is true after that, so that the loop can end. Previous handlers are called, too, and
+        a second Ctrl-C interrupts. Of several ranks, one that gets a signal is enough: all call
+        this, and `save` after each step, in which they exchange their flags about once a second.
+        Call it in the main thread.
         """
         self._pid = os.getpid()
         for number in signals:
@@ -378,10 +403,10 @@ class Checkpointer:
 
     @property
     def asked(self) -> bool:
-        """Whether the last `save` made a checkpoint because a signal asked for it.
+        """Whether the last `save` made a checkpoint because of a signal.
 
-        It is in place then, so a loop that ends loses nothing. The same on all ranks, and true
-        until the next `save`.
+        The checkpoint is in place, so a loop that ends loses nothing. The same on all ranks, until
+        the next `save`.
         """
         return self._answered
 
@@ -407,65 +432,74 @@ class Checkpointer:
         strict: bool = True,
         rename: Mapping[str, str] | None = None,
     ) -> int:
-        """Put the newest whole checkpoint into the objects, and return its step; 0 if none.
+        """Restore the newest whole checkpoint and return its step; 0 if there is none.
 
-        The newest is that of the highest step. A damaged one is passed over, with a warning that
-        names it. A checkpoint of step 0 makes 0, too: `step` is None if there was none. `resumed`
-        tells what was restored.
+        The newest is the one of the highest step. Damaged ones are skipped, with a warning that
+        names them. The result is also 0 for a checkpoint of step 0: `step` is None if there is
+        none. `resumed` says what was restored.
 
             checkpointer.resume(only=["model"], strict=False, rename={"model.body": "model.core"})
             checkpointer.resumed.missing  # ("model.head.weight",): as it was
 
         Args:
-            step: take the checkpoint of this step, and no other.
+            step: restore the checkpoint of this step only.
             only: names of `state` and `per_rank`: nothing else is restored, no random generators.
-            strict: False: what the checkpoint lacks stays as it is, also single keys of modules.
-            rename: what names in the file begin with, and what the names here begin with instead.
-                A name is that of an entry, or of a key in it (`model.encoder.0.weight`).
+            strict: False: what the checkpoint lacks stays unchanged, single keys of modules, too.
+            rename: prefixes of names in the file, and the prefixes here. A name is that of an
+                entry, or of a key in it (`model.encoder.0.weight`).
 
         Raises:
             FileNotFoundError: there is none of that step.
-            DistributedError: some ranks see checkpoints, but there is none that all see.
+            DistributedError: some ranks see checkpoints, but no checkpoint is seen by all.
             CorruptCheckpointError: it is damaged, or one is and none is whole.
-            UnreadableCheckpointError: no Checkpointer wrote it, or any of them.
-            LoadMismatchError: it is a checkpoint of other objects, or there are entries
-                `per_rank` and it is of another number of ranks.
-            ConfigError: `only` names what there is not.
-            Exception: of the user's own `load_state_dict`, as it is.
+            UnreadableCheckpointError: it was not written by a Checkpointer, or none of them was.
+            LoadMismatchError: it is a checkpoint of other objects, or of another number of ranks
+                and there are `per_rank` entries.
+            ConfigError: `only` has an unknown name.
+            Exception: of the user's own `load_state_dict`, unchanged.
         """
         self.wait()
         wanted = self._request(only, strict, rename or {})
-        tends = self._way.tends
+        is_main = self._ranks.is_main
         self._resumed = ResumeReport()
-        with self._way.together():
-            if tends:
+        with self._ranks.together():
+            if is_main:
                 self._folder.sweep()
-                self._keeper.warn_of_missing_folder()
-        there = self._way.steps(self._folder)
+                self._manager.warn_of_missing_folder()
+                if step is None:
+                    self._manager.fetch_newest()
+                elif not os.path.exists(self._folder.file(step)):
+                    self._manager.fetch(step)
         if step is not None:
-            self._restore(step, wanted, *self._read(step, wanted))
-            with self._way.together():
-                if tends:
-                    self._keeper.warn_of_later(step)
+            self._restore(step, wanted, *self._read_or_fetch(step, wanted))
+            with self._ranks.together():
+                if is_main:
+                    self._manager.warn_of_later(step)
             return step
         refused: CheckpointFileError | None = None
-        for candidate in there:
+        tried: set[int] = set()
+        while there := [one for one in self._ranks.steps(self._folder) if one not in tried]:
+            candidate = there[0]
+            tried.add(candidate)
             try:
-                found = self._read(candidate, wanted)
+                found = self._read_or_fetch(candidate, wanted)
             except FileNotFoundError:
                 continue
             except CheckpointFileError as error:
-                self._keeper.damaged.add(candidate)
+                self._manager.damaged.add(candidate)
                 other = isinstance(error, UnreadableCheckpointError)
                 refused = error if refused is None or not other else refused
-                what = "is no checkpoint of a Checkpointer's" if other else "is damaged"
+                what = "is no checkpoint of a Checkpointer" if other else "is damaged"
                 text = f"{self._folder.file(candidate)} {what}; the one before is used: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
+                with self._ranks.together():
+                    if is_main:
+                        self._manager.fetch_newest(tried)
                 continue
             self._restore(candidate, wanted, *found)
-            with self._way.together():
-                if tends:
-                    self._keeper.warn_of_newer_run(candidate)
+            with self._ranks.together():
+                if is_main:
+                    self._manager.warn_of_newer_run(candidate)
             return candidate
         if refused is not None:
             other = isinstance(refused, UnreadableCheckpointError)
@@ -478,64 +512,78 @@ class Checkpointer:
 
     def _request(
         self, only: Collection[str] | None, strict: bool, rename: Mapping[str, str]
-    ) -> Request:
+    ) -> ResumeRequest:
         if isinstance(only, str):
             raise ConfigError(f"only must be a list of names, not {only!r}")
         if unknown := [one for one in only or () if one not in {*self._state, *self._per_rank}]:
             raise ConfigError(f"only: {', '.join(unknown)}: neither in `state` nor in `per_rank`")
-        return Request(self._state, self._per_rank, only, strict, rename)
+        return ResumeRequest(self._state, self._per_rank, only, strict, rename)
 
     def latest(self) -> str | None:
-        """Return the path of the newest checkpoint that is not cut off; None if there is none."""
-        return self._keeper.latest()
+        """Return the path of the newest checkpoint that is not truncated; None if there is none."""
+        return self._manager.latest()
 
-    def _read(self, step: int, wanted: Request) -> tuple[dict[str, Any], Difference]:
-        return self._way.read(wanted, self._folder.file(step))
+    def _read(self, step: int, wanted: ResumeRequest) -> tuple[dict[str, Any], NameDifference]:
+        return self._ranks.read(wanted, self._folder.file(step))
+
+    def _read_or_fetch(
+        self, step: int, wanted: ResumeRequest
+    ) -> tuple[dict[str, Any], NameDifference]:
+        """Read a checkpoint; if it is damaged, that of the mirror in its place."""
+        try:
+            return self._read(step, wanted)
+        except CorruptCheckpointError:
+            if self._mirror is None:
+                raise
+            with self._ranks.together():
+                if self._ranks.is_main:
+                    self._manager.fetch(step)
+        return self._read(step, wanted)
 
     def _restore(
-        self, step: int, wanted: Request, found: dict[str, Any], difference: Difference
+        self, step: int, wanted: ResumeRequest, found: dict[str, Any], difference: NameDifference
     ) -> None:
         path = self._folder.file(step)
         each = [name for name in self._per_rank if wanted.wants(name)]
         rng = self._rng and wanted.only is None
-        with self._way.together():
+        with self._ranks.together():
             mine = self._of_this_rank(found.pop(OWN), path, rng) if each or rng else {}
             lacking = [name for name in each if name not in mine]
             if lacking and wanted.strict:
                 raise lacks_of_rank(path, lacking)
-        self._way.restore(wanted, found, path)
-        with self._way.together():
+        self._ranks.restore(wanted, found, path)
+        with self._ranks.together():
             restore(self._per_rank, mine, path, wanted.only, wanted.strict)
         if rng and "rng" in mine:
             restore_generators(mine["rng"])
-        missing = [*difference.missing, *map(Name, lacking)]
+        missing = [*difference.missing, *map(StateName, lacking)]
         self._step = step
         self._resumed = ResumeReport(
             step, path, tuple(map(str, missing)), tuple(map(str, difference.unused))
         )
 
     def _of_this_rank(self, own: Mapping[str, Any], path: str, rng: bool) -> dict[str, Any]:
-        """Return what this rank had for itself; of another number of ranks, the generators."""
+        """Return this rank's values; from another number of ranks, only the generators."""
         rows: Any = own.get("ranks")
         if rows is None:
             return {}
-        same = len(rows) == self._way.count
+        same = len(rows) == self._ranks.count
         if not same and rng:
             text = (
-                f"{path} is a checkpoint of {len(rows)} ranks, there are {self._way.count}: random "
-                "numbers will be others than in an unbroken run"
+                f"{path} is a checkpoint of {len(rows)} ranks, there are {self._ranks.count}: "
+                "random numbers will differ from those of an uninterrupted run"
             )
             warnings.warn(text, UserWarning, stacklevel=4)  # of `resume`
-        if self._way.rank >= len(rows):
+        if self._ranks.rank >= len(rows):
             return {}
-        data = rows[self._way.rank].numpy().tobytes()
-        found: dict[str, Any] = unpacked(data, weights_only=self._way.weights_only)
+        data = rows[self._ranks.rank].numpy().tobytes()
+        found: dict[str, Any] = unpacked(data, weights_only=self._ranks.weights_only)
         return {name: one for name, one in found.items() if same or name == "rng"}
 
     # -- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the last checkpoint, give signal handlers and the folder back. Idempotent.
+        """Wait for the last checkpoint, restore signal handlers, unlock the folder. Idempotent.
 
         Raises:
             Exception: the last checkpoint failed.
@@ -546,8 +594,9 @@ class Checkpointer:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
         try:
             self.wait()
+            if self._mirror is not None:
+                self._mirror.close()
         finally:
-            guard.unhold(self)
             self._folder.unlock()
             self._prepared = 0
             if _live.get(self._key) is self:
@@ -562,11 +611,13 @@ class Checkpointer:
         except Exception as another:
             if error is None:
                 raise
-            _log.error("the last checkpoint was not saved: %s", another)  # it hides not the first
+            _log.error(
+                "the last checkpoint was not saved: %s", another
+            )  # the first error is raised
 
 
 def _check_state(name: str, state: object) -> None:
-    """Make sure that a mapping can be saved and put back.
+    """Check that a mapping can be saved and restored.
 
     Raises:
         ConfigError: it cannot.
@@ -595,10 +646,10 @@ def _metric_of(best: Any) -> str | None:
 
 
 def _whole(name: str, value: object) -> int:
-    """Return a positive whole number of any type as Python's.
+    """Return a positive whole number of any type as an int.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is another value.
     """
     whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
     number = operator.index(value) if whole else 0  # type: ignore[arg-type]
@@ -608,7 +659,7 @@ def _whole(name: str, value: object) -> int:
 
 
 def _handle(handler: Any, number: int, frame: FrameType | None) -> None:
-    """Do with a signal what a handler, `SIG_IGN` or `SIG_DFL` would."""
+    """Treat a signal as a handler, `SIG_IGN` or `SIG_DFL` would."""
     if callable(handler):
         handler(number, frame)
     elif handler != signal.SIG_IGN:
@@ -617,23 +668,23 @@ def _handle(handler: Any, number: int, frame: FrameType | None) -> None:
 
 
 def _processes() -> int:
-    """Return how many processes there are in the job's process group; without one, 1."""
+    """Return the number of processes in the default process group; without one, 1."""
     import torch.distributed
 
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if grouped else 1
 
 
-def _way(
+def _ranks_of(
     state: Mapping[str, Any],
     group: dist.ProcessGroup | None,
     weights_only: bool,
     timeout: float,
     merge: Literal["union"] | None,
-) -> Alone:
-    """Return the way of this process: alone, or as one of the ranks of a group.
+) -> SingleProcess:
+    """Return how this process saves: by itself, or as one rank of a group.
 
-    One rank has FSDP's shards, too, and a file that any number of ranks resumes from has none.
+    A single rank counts as a group if it has shards (FSDP): the file must have whole tensors.
     """
     import torch.distributed
 
@@ -645,14 +696,14 @@ def _way(
                 "to the same files: call torch.distributed.init_process_group() before. A process "
                 "that is to save alone removes WORLD_SIZE from os.environ"
             )
-        return Alone(weights_only)
+        return SingleProcess(weights_only)
     alone = torch.distributed.get_world_size(group) == 1
     if alone and not weights_only:
-        return Alone(weights_only)
+        return SingleProcess(weights_only)
     if not weights_only:
         raise ConfigError("several ranks load with weights_only=True only")
-    from fastserial.training.together import Together, holds_shards
+    from fastserial.training.many_ranks import ManyRanks, holds_shards
 
     if alone and not holds_shards(state):
-        return Alone(weights_only)
-    return Together(group, timeout, merge)
+        return SingleProcess(weights_only)
+    return ManyRanks(group, timeout, merge)

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, one file for each step: which there are, and who may save there."""
+"""A folder of checkpoints, one file for each step, and the lock of the process that saves there."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from fastserial.formats.zip.directory import read_directory
 
 __all__ = ["CheckpointFolder"]
 
-# What a killed save leaves where the file system cannot make a file without a name.
+# What a killed save leaves on a file system without unnamed files (O_TMPFILE).
 _LEFTOVER = re.compile(r"\.(.+)\.fastserial-\d+\.tmp")
 _LOCK = ".fastserial.lock"
 
 
 class CheckpointFolder:
-    """Files such as `step-00000100.pt` in a folder. Nothing else in it is looked at, or touched."""
+    """Files such as `step-00000100.pt` in a folder. Other files there are ignored."""
 
     def __init__(self, path: str, name: str) -> None:
-        """Note where the files are, and what they are called.
+        """Name the files.
 
         Args:
             path: of the folder.
-            name: of a file, with `{step}` where the step stands, as `str.format` has it.
+            name: of a file, with `{step}` for the step, as in `str.format`.
 
         Raises:
-            ConfigError: the name does not tell one step from another.
+            ConfigError: the name does not distinguish steps.
         """
         self.path = path
         self._name = name
@@ -43,7 +43,7 @@ class CheckpointFolder:
     def lock(self) -> None:
         """Keep other processes from saving here until `unlock`, or until this process ends.
 
-        A file system without locks keeps nobody out.
+        On a file system without locks this has no effect.
 
         Raises:
             ConfigError: another process saves here.
@@ -58,17 +58,17 @@ class CheckpointFolder:
         self._lock = None
 
     def file(self, step: int) -> str:
-        """Return the path of a step's checkpoint, whether it is there or not."""
+        """Return the path of a step's checkpoint, whether it exists or not."""
         return os.path.join(self.path, self._name.format(step=step))
 
-    def _step_of(self, name: str) -> int | None:
-        """Return the step that a file has by its name; None if it is not called like one."""
+    def step_of(self, name: str) -> int | None:
+        """Return the step in the name of a file; None if it is another file."""
         match = self._pattern.fullmatch(name)
         step = int(match[1]) if match else None
         return step if step is not None and self._name.format(step=step) == name else None
 
     def steps(self) -> list[int]:
-        """Return the steps of which there is a file, the last one first.
+        """Return the steps that have a file, the last one first.
 
         Raises:
             OSError: the folder cannot be read.
@@ -76,12 +76,12 @@ class CheckpointFolder:
         found = [
             step
             for entry in self._entries()
-            if (step := self._step_of(entry.name)) is not None and entry.is_file()
+            if (step := self.step_of(entry.name)) is not None and entry.is_file()
         ]
         return sorted(found, reverse=True)
 
     def written_later(self, step: int) -> list[int]:
-        """Return the earlier steps whose files were written after this step's: another run's."""
+        """Return the earlier steps whose files are newer than this step's: another run's."""
         mine = self.written_at(step)
         if mine is None:
             return []
@@ -92,26 +92,26 @@ class CheckpointFolder:
         return written is not None and written > seconds
 
     def written_at(self, step: int) -> float | None:
-        """Return when a step's file was written (`time.time`); None if it is gone by now."""
+        """Return when a step's file was written (`time.time`); None if it no longer exists."""
         try:
             return os.stat(self.file(step)).st_mtime
         except OSError:
             return None
 
     def sizes(self) -> dict[int, int]:
-        """Return the bytes of the files by their steps.
+        """Return the sizes of the files by their steps (bytes).
 
         Raises:
             OSError: the folder cannot be read.
         """
         found = {}
         for step in self.steps():
-            with contextlib.suppress(OSError):  # gone by now
+            with contextlib.suppress(OSError):  # it no longer exists
                 found[step] = os.path.getsize(self.file(step))
         return found
 
     def is_complete(self, step: int) -> bool:
-        """Tell whether a file has its end, which says where everything in it is."""
+        """Return whether a file is not truncated: the directory of the archive is at its end."""
         try:
             fd = os.open(self.file(step), os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -125,7 +125,7 @@ class CheckpointFolder:
         return True
 
     def remove(self, steps: Iterable[int]) -> None:
-        """Remove checkpoints; of a link only the link.
+        """Remove checkpoints; of a symbolic link only the link.
 
         Raises:
             OSError: a file cannot be removed.
@@ -135,10 +135,10 @@ class CheckpointFolder:
                 os.unlink(self.file(step))
 
     def sweep(self) -> None:
-        """Remove what killed saves left; what another process is writing is locked, and stays."""
+        """Remove what killed saves left; files that other processes write are locked, and stay."""
         for entry in list(self._entries()):
             match = _LEFTOVER.fullmatch(entry.name)
-            if match and self._step_of(match[1]) is not None:
+            if match and self.step_of(match[1]) is not None:
                 with contextlib.suppress(OSError):
                     _remove_unlocked(entry.path)
 
@@ -151,14 +151,14 @@ class CheckpointFolder:
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    """Return what finds the step in a name that `str.format` makes."""
+    """Return a pattern that finds the step in the names of files."""
     try:
         parts = list(string.Formatter().parse(name))
         fields = [field for _, field, _, _ in parts if field is not None]
-        usual = fields == ["step"] and os.path.basename(name) == name and name.format(step=7)
+        is_usual = fields == ["step"] and os.path.basename(name) == name and name.format(step=7)
     except (ValueError, KeyError, IndexError):
-        usual = False
-    if not usual or usual == name.format(step=8):
+        is_usual = False
+    if not is_usual or is_usual == name.format(step=8):
         raise ConfigError(
             'name must be that of a file with one {step} in it, such as "step-{step:08d}.pt", '
             f"not {name!r}"
@@ -182,7 +182,7 @@ def _remove_unlocked(path: str) -> None:
 class _Lock:
     """A file in the folder, locked (`flock`) as long as this object or the process lives.
 
-    It stays there: to remove it would need care for who has just opened it.
+    The file is never removed: another process may have just opened it.
     """
 
     def __init__(self, path: str) -> None:
@@ -205,7 +205,7 @@ def _open_lock(path: str) -> int | None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
     except OSError:
         try:
-            fd = os.open(path, os.O_RDONLY | flags)  # another user's
+            fd = os.open(path, os.O_RDONLY | flags)  # it belongs to another user
         except OSError:
             return None
     try:
@@ -221,7 +221,7 @@ def _open_lock(path: str) -> int | None:
     except OSError:
         os.close(fd)
         return None
-    with contextlib.suppress(OSError):  # it only says who
+    with contextlib.suppress(OSError):  # it only names the owner
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()} on {os.uname().nodename}".encode(), 0)
     return fd

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 
 from fastserial.nests import shown, walk
-from fastserial.training.of_rank import packed, unpacked
+from fastserial.training.rank_values import packed, unpacked
 
 __all__ = ["refused"]
 
 _SHOWN = 5
-_SAFE = {dict, OrderedDict, Counter, list, tuple}  # what is in them is looked at by itself
+_SAFE = {dict, OrderedDict, Counter, list, tuple}  # their items are checked one by one
 
 
 def refused(state: Mapping[str, Any]) -> str:
-    """Return what `resume` would refuse in a state, and the remedy; empty if there is nothing.
+    """Return what `resume` would refuse in a state, and the remedy; an empty string if nothing.
 
-    One value of each type is tried.
+    One value of each type is tested.
 
     Args:
-        state: what is saved; of live optimizers the groups and states are looked at, too.
+        state: what is saved; of live optimizers, the groups and states are tested.
     """
     found: dict[type, str] = {}  # where the first one of each type is
     fine: set[type] = {*_SAFE}
@@ -54,10 +54,10 @@ def refused(state: Mapping[str, Any]) -> str:
 
 
 def _is_refused(value: Any) -> bool:
-    """Tell whether torch's unpickler refuses a value; False if it cannot be pickled at all."""
+    """Return whether torch's unpickler refuses a value; False if it cannot be pickled at all."""
     try:
         data = packed(value, with_tensors=False)
-    except Exception:  # the save says so
+    except Exception:  # the save raises it
         return False
     try:
         unpacked(data, weights_only=True)

@@ -1,4 +1,4 @@
-"""What of a checkpoint `resume` restores, under which names; what was missing, or left over."""
+"""Which entries of a checkpoint `resume` restores, their names, and which do not match."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ from torch.nn import Module
 from fastserial.errors import LoadMismatchError
 from fastserial.training.wrapped import plain, state_of_module
 
-__all__ = ["Difference", "Name", "Request", "ResumeReport", "difference", "names_here", "names_in"]
+__all__ = [
+    "NameDifference",
+    "ResumeReport",
+    "ResumeRequest",
+    "StateName",
+    "difference",
+    "names_here",
+    "names_in",
+]
 __all__ += ["lacks_of_rank", "renamed", "renamed_name"]
 
 
-class Name(NamedTuple):
-    """An entry of the state, or a key of the module there; shown as `model.0.weight`."""
+class StateName(NamedTuple):
+    """An entry of the state, or a key of a module in it; printed as `model.0.weight`."""
 
     entry: str
     key: str | None = None
@@ -27,14 +35,14 @@ class Name(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ResumeRequest:
     """What is to be restored.
 
     Attributes:
-        state, per_rank: what is filled: of all ranks, and of each rank for itself.
-        only: names of them; None: all, and random generators.
-        strict: the file must have what is here, and a module what the file has of it.
-        rename: what names in the file begin with, and what the names here begin with instead.
+        state, per_rank: the values that are filled: common to all ranks, and each rank's own.
+        only: the names to restore; None: all of them, and the random generators.
+        strict: the file and the modules must have the same names.
+        rename: prefixes of names in the file, and the prefixes here.
     """
 
     state: Mapping[str, Any]
@@ -45,16 +53,16 @@ class Request:
 
     @property
     def objects(self) -> dict[str, Any]:
-        """What is filled of the state."""
+        """The values of `state` that are filled."""
         return {name: value for name, value in self.state.items() if self.wants(name)}
 
     def wants(self, name: str) -> bool:
-        """Tell whether an entry is to be restored."""
+        """Return whether an entry is to be restored."""
         return self.only is None or name in self.only
 
     @property
     def is_partial(self) -> bool:
-        """Whether the file may hold other things than what is here."""
+        """Whether the file may have other names than the state."""
         return self.only is not None or not self.strict or bool(self.rename)
 
 
@@ -65,8 +73,8 @@ class ResumeReport:
     Attributes:
         step: of the checkpoint; None if there was none.
         path: of its file.
-        missing: names of what the file lacks, which stayed as it was.
-        unused: names of what the file holds and had no place here.
+        missing: names that the file lacks; their values are unchanged.
+        unused: names in the file that the state does not have.
     """
 
     step: int | None = None
@@ -75,28 +83,28 @@ class ResumeReport:
     unused: tuple[str, ...] = ()
 
 
-class Difference(NamedTuple):
-    """Names that the file lacks, and names that have no place here."""
+class NameDifference(NamedTuple):
+    """Names that the file lacks, and names in the file that the state does not have."""
 
-    missing: list[Name]
-    unused: list[Name]
+    missing: list[StateName]
+    unused: list[StateName]
 
 
 def names_here(
     objects: Mapping[str, Any], state_of: Callable[[Any], Mapping[str, Any]] = state_of_module
-) -> set[Name]:
-    """Return the names of what is filled: of modules each key of what `state_of` returns."""
-    found: set[Name] = set()
+) -> set[StateName]:
+    """Return the names of what is filled; of modules, those of the keys in their state."""
+    found: set[StateName] = set()
     for entry, value in objects.items():
         module = plain(value)
         keys = state_of(module) if isinstance(module, Module) else (None,)
-        found.update(Name(entry, key) for key in keys)
+        found.update(StateName(entry, key) for key in keys)
     return found
 
 
-def names_in(value: Mapping[str, Any]) -> list[Name]:
-    """Return the names of what a file holds: of dictionaries of texts each key."""
-    return [Name(entry, key) for entry, item in value.items() for key in _keys(item)]
+def names_in(value: Mapping[str, Any]) -> list[StateName]:
+    """Return the names of what a file holds; of dictionaries with string keys, each key."""
+    return [StateName(entry, key) for entry, item in value.items() for key in _keys(item)]
 
 
 def _keys(value: Any) -> Iterable[str | None]:
@@ -104,47 +112,53 @@ def _keys(value: Any) -> Iterable[str | None]:
     return value if named else (None,)
 
 
-def difference(here: Collection[Name], there: Collection[Name], whole: bool) -> Difference:
-    """Compare what is filled with what the file holds, both by the names of here."""
+def difference(
+    here: Collection[StateName], there: Collection[StateName], whole: bool
+) -> NameDifference:
+    """Compare what is filled with what the file holds, by the names that the state uses.
+
+    Args:
+        whole: entries of the file that are not in the state count as unused, too.
+    """
     mine, theirs = {name.entry for name in here}, {name.entry for name in there}
     modules = {name.entry for name in here if name.key is not None}
-    known = {*there, *map(Name, theirs)}
+    known = {*there, *map(StateName, theirs)}
     missing = [name for name in here if name not in known]
     unused = [name for name in there if name.entry in modules and name not in here]
     if whole:
-        unused += [Name(entry) for entry in theirs - mine]
-    return Difference(sorted(missing, key=str), sorted(unused, key=str))
+        unused += [StateName(entry) for entry in theirs - mine]
+    return NameDifference(sorted(missing, key=str), sorted(unused, key=str))
 
 
-def renamed_name(name: Name, rename: Mapping[str, str]) -> Name:
-    """Return the name here of what the file calls otherwise; the first rule that fits counts."""
+def renamed_name(name: StateName, rename: Mapping[str, str]) -> StateName:
+    """Return the name here for a name in the file; the first rule that matches applies."""
     text = str(name)
     for old, new in rename.items():
         if text == old or text.startswith(f"{old}."):
             changed = new + text[len(old) :]
-            return Name(changed) if name.key is None else Name(*changed.split(".", 1))
+            return StateName(changed) if name.key is None else StateName(*changed.split(".", 1))
     return name
 
 
 def renamed(found: Mapping[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a file holds, by the names here."""
+    """Return what a file holds under the names that the state uses."""
     made: dict[str, Any] = {}
     for entry, value in found.items():
         for key in _keys(value):
-            new = renamed_name(Name(entry, key), rename)
+            new = renamed_name(StateName(entry, key), rename)
             if new.key is None:
                 made[new.entry] = value if key is None else value[key]
                 continue
             if new.entry not in made:
-                made[new.entry] = copy.copy(value)  # with the versions of its modules
+                made[new.entry] = copy.copy(value)  # keeps the versions of its modules
                 made[new.entry].clear()
             made[new.entry][new.key] = value[key]
     return made
 
 
 def lacks_of_rank(path: str, names: Iterable[str]) -> LoadMismatchError:
-    """Return the error for entries `per_rank` that a file does not have of this rank."""
+    """Return the error for `per_rank` entries of this rank that a file lacks."""
     return LoadMismatchError(
-        f"{path}: it has no {', '.join(names)} of this rank: it is of another number of ranks, or "
-        "was saved without. resume(strict=False) leaves them as they are"
+        f"{path}: it has no {', '.join(names)} for this rank: it was saved by another number of "
+        "ranks, or without these entries. resume(strict=False) leaves them unchanged"
     )

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and when the next one is due."""
+"""Which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def seconds_of(name: str, value: object) -> float:
         name: of the argument, for the error.
 
     Raises:
-        ConfigError: it is no such time, or none at all.
+        ConfigError: it is not such a time, or is zero.
     """
     found = _TEXT.fullmatch(value) if isinstance(value, str) else None
     seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
@@ -36,12 +36,12 @@ def seconds_of(name: str, value: object) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The checkpoints that stay: those that any of the rules names.
+    """The rules for the checkpoints to keep; one rule that applies is enough.
 
     Attributes:
-        last: so many of the newest ones; at least one.
+        last: the number of newest ones; at least one.
         every: those whose step is a multiple.
-        best: that of the least or greatest value of a metric.
+        best: the one with the least or greatest value of a metric.
         seconds: those that are not older.
     """
 
@@ -57,11 +57,11 @@ class Retention:
         age: Callable[[int], float],
         value: Callable[[int], float | None],
     ) -> list[int]:
-        """Return the steps that may go.
+        """Return the steps that may be removed.
 
         Args:
             steps: of the whole checkpoints, the newest first.
-            stale: those among them that another run left: only their count keeps them.
+            stale: those among them that another run left: only `last` keeps them.
             age: returns the age of a step's file (seconds).
             value: returns a step's value of the metric; None if it has none.
         """

@@ -1,4 +1,4 @@
-"""Modules that `torch.compile` and DDP wrap: files have the same names with and without."""
+"""Modules wrapped by `torch.compile` and DDP: their names in files are those without wrappers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["plain", "state_of_module", "state_to_module"]
 
 
 def plain(value: Any) -> Any:
-    """Return the module that is wrapped; other values as they are."""
+    """Return the module inside of wrappers; other values unchanged."""
     while (name := _inner(value)) is not None:
         value = getattr(value, name)
     return value
 
 
 def state_of_module(module: Module) -> Any:
-    """Return `module.state_dict()` by names without those of wrappers inside."""
+    """Return `module.state_dict()` with the names of wrappers left out."""
     pairs = _wrappers(module)
 
     def outer(name: str) -> str:
@@ -34,7 +34,7 @@ def state_of_module(module: Module) -> Any:
 
 
 def state_to_module(module: Module, state: Mapping[str, Any], strict: bool = True) -> None:
-    """Give a module a state that `state_of_module` made, whatever was wrapped then.
+    """Load a state of `state_of_module` into a module, which may be wrapped in another way.
 
     Args:
         strict: as `Module.load_state_dict`.
@@ -47,19 +47,19 @@ def state_to_module(module: Module, state: Mapping[str, Any], strict: bool = Tru
                 name = inside + name.removeprefix(outside)
         return name
 
-    more = {} if strict else {"strict": False}  # a method of the user's may not have it
+    more = {} if strict else {"strict": False}  # the user's own method may not take it
     module.load_state_dict(_renamed(state, inner) if pairs else state, **more)
 
 
 def _inner(value: Any) -> str | None:
-    """Return the attribute under which a wrapper has its module; None of what is no wrapper."""
+    """Return the attribute of a wrapper that is its module; None if it is not a wrapper."""
     if isinstance(value, DistributedDataParallel):
         return "module"
     return "_orig_mod" if type(value).__name__ == "OptimizedModule" else None
 
 
 def _wrappers(module: Module) -> list[tuple[str, str]]:
-    """Return what names of wrapped modules begin with, outside and inside; outer ones first."""
+    """Return the prefixes of wrapped modules, without and with the wrapper; outer ones first."""
     found = module.named_modules(remove_duplicate=False)
     return [
         (f"{name}.", f"{name}.{attribute}.")
@@ -69,7 +69,7 @@ def _wrappers(module: Module) -> list[tuple[str, str]]:
 
 
 def _renamed(state: Any, rename: Callable[[str], str]) -> Any:
-    """Return a state dict with other names, of its modules' versions (`_metadata`), too."""
+    """Return a state dict with other names, in the versions of its modules (`_metadata`), too."""
     renamed = copy.copy(state)
     renamed.clear()
     for name, value in state.items():

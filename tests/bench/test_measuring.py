@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+import importlib.util
 import io
 import json
 import os
@@ -14,9 +14,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from fastserial.bench import fio, load, rotation, save, table
+from fastserial.bench import fio, rotation, save, table
 from fastserial.bench.compare import different_tensors, digest
-from fastserial.bench.fio import FioVariant
+from fastserial.bench.fio import FioSettings
 from fastserial.bench.measure import BenchError, Sample, measure, parse_bytes
 from fastserial.bench.rotation import DURABLE, LOOSE, Measured, Plan, Row, Spread, rotate, summarize
 from fastserial.bench.table import Column, Result, Table, number
@@ -35,11 +35,21 @@ CALM = Plan(runs=2, warmups=1, pause=0.0)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (rotation, save):
         monkeypatch.setattr(module, "settle", lambda pause: None)
-    monkeypatch.setattr(load, "_TAKEN_BACK", 0.0)
 
 
 def sample(seconds: float, nbytes: int = 1000) -> Sample:
     return Sample(nbytes, seconds, seconds / 2, 100)
+
+
+def models() -> Any:
+    """The script of this name, which is not installed."""
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "models.py"
+    spec = importlib.util.spec_from_file_location("models", path)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # --- data -------------------------------------------------------------------------------------
@@ -72,8 +82,13 @@ def test_stock_is_read_back(tmp_path: Path) -> None:
     mark = bytes(range(200, 240))
     marked = {"b": torch.frombuffer(bytearray(mark * 100), dtype=torch.uint8), "lr": 0.1}
     path = tmp_path / "file.pt"
-    row = stock_row(marked, "zip", crc=False)
-    row.run(path)
+    row = stock_row(marked, "zip")
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # else torch finds the damage by itself
+    try:
+        row.run(path)
+    finally:
+        torch.serialization.set_crc32_options(before)
     assert row.check is not None
     assert row.check(path)
     assert not zip_holds({**marked, "more": torch.ones(1)}, path)
@@ -141,17 +156,15 @@ def test_rows_take_turns(tmp_path: Path) -> None:
 def test_torch_rows(tmp_path: Path, container: Format) -> None:
     value = {"a": torch.arange(100_000), "b": torch.zeros(3)}
     before = torch.serialization._save
-    rows = torch_rows(value, (container,), overwriting=True, small_pages=True)
+    rows = torch_rows(value, (container,), overwriting=True)
     others, missing = engine_rows(value, (container,))
     measured = rotate([*rows, *others], tmp_path, CALM)
-    assert len({row.name for row in rows}) == len(rows) == (9 if container == "zip" else 8)
+    assert len({row.name for row in rows}) == len(rows) == 6
     for one in measured:
-        ours = "fastserial" in one.row.name and "null" not in one.row.name
-        assert one.identical is (True if ours else None)
+        assert one.identical is (True if "fastserial" in one.row.name else None)
         assert one.samples[0].nbytes >= 800_000
     assert missing.keys() | {one.row.name for one in measured} >= {"fastserial " + container}
     assert torch.serialization._save is before
-    assert torch.serialization.get_crc32_options()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -165,13 +178,13 @@ def test_summary() -> None:
     def row(name: str, group: str = DURABLE, stock: str | None = None) -> Row:
         return Row(name, group, lambda path: sample(1), stock)
 
-    rows = [row("fio a"), row("fio b"), row("stock"), row("fast", DURABLE, "stock")]
-    times = [[4.0, 4.0], [1.0, 2.0], [8.0, 8.0], [2.0, 1.0]]
+    rows = [row("fio"), row("stock"), row("fast", DURABLE, "stock")]
+    times = [[1.0, 2.0], [8.0, 8.0], [2.0, 1.0]]
     measured = [Measured(row, [sample(t) for t in ts]) for row, ts in zip(rows, times, strict=True)]
     measured.append(Measured(row("loose", LOOSE, "absent"), [sample(1), sample(1)]))
-    lines = {line["name"]: line for line in summarize(measured, ["fio a", "fio b"])}
+    lines = {line["name"]: line for line in summarize(measured, "fio")}
     fast = lines["fast"]
-    assert fast["to_fio"] == Spread(1.25, 0.5, 2.0)  # over fio b, the faster one, round by round
+    assert fast["to_fio"] == Spread(1.25, 0.5, 2.0)  # round by round
     assert fast["to_stock"] == Spread(6, 4, 8)
     assert lines["stock"]["to_stock"] == Spread(1, 1, 1)
     assert lines["loose"]["to_fio"] is None
@@ -207,7 +220,7 @@ def test_fio_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     answer = json.dumps({"jobs": [WORDS]})
     log = tmp_path / "log"
     fake_fio(tmp_path, monkeypatch, f"echo \"$@\" > {log}\necho 'fio: note'\necho '{answer}'")
-    found = fio.run_fio(FioVariant("libaio", 1 << 20, True), tmp_path / "a:b", 8_000_000)
+    found = fio.run_fio(FioSettings("libaio", 1 << 20, True), tmp_path / "a:b", 8_000_000)
     assert found.seconds == pytest.approx(0.04)
     assert found.nbytes == 8 << 20
     assert found.cpu_seconds == pytest.approx(0.01)
@@ -215,12 +228,6 @@ def test_fio_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert found.latency.p50 == pytest.approx(0.0009)
     asked = log.read_text()
     for word in ("--end_fsync=1", "--direct=1", "--fallocate=native", "a\\:b", "--size=8388608"):
-        assert word in asked
-    variant = fio.fresh_variant(FioVariant("libaio", 1 << 20, True, huge=True))
-    assert str(variant) == "fio libaio 1MiB, fresh data, prealloc"
-    fio.run_fio(variant, tmp_path / "file", 100 << 20)
-    asked = log.read_text()
-    for word in ("--iodepth=100", "--iomem=malloc", "--size=104857600"):
         assert word in asked
 
 
@@ -241,15 +248,11 @@ def test_a_table_prints_and_is_written(tmp_path: Path) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for words in ("a title", "2,000 (1,000–3,000)", "[ours]", "[no] room", "a caption", "yes"):
         assert words in text
-    result.write(tmp_path / "out.json", tmp_path / "out.csv")
+    result.write(tmp_path / "out.json")
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["tables"][0]["rows"][0]["seconds"] == {"median": 2, "low": 1, "high": 3}
     assert found["machine"]["cores"] > 0
     assert found["command"]
-    with (tmp_path / "out.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["seconds_greatest"] for row in rows] == ["3", "1", ""]
-    assert [row["problem"] for row in rows] == ["", "", "[no] room"]
     assert result.right
     wrong = [*ROWS, {"name": "wrong", "identical": False}]
     result = Result("test", tmp_path, "", {}, [Table(wrong, columns)])

@@ -12,7 +12,7 @@ import torch
 from support import processes
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
-NOT_SCRIPTS = {"all", "common", "peers", "ranks"}
+NOT_SCRIPTS = {"all", "common", "models", "peers", "ranks"}
 MATRIX = "--size 2MiB --block-size 1MiB,2MiB --queue-depth 6 --threads 6"
 # What makes it shorter than --short, what it needs beside torch, and some of the rows it must have.
 RUNS: dict[str, tuple[str, tuple[str, ...], set[str]]] = {

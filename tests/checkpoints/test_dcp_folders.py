@@ -22,7 +22,7 @@ from fastserial.checkpoints.streaming import FileMemory
 from fastserial.checkpoints.verify import checkpoints_in
 from fastserial.cli.main import app
 from fastserial.distributed import FastStorageReader, FastStorageWriter
-from fastserial.distributed.conversion.assembled import ChunkedMemory, Filed
+from fastserial.distributed.conversion.assembled import ChunkedMemory, StoredChunk
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.errors import ConvertError, CorruptCheckpointError, WriteError
 
@@ -317,7 +317,7 @@ def test_a_tensor_from_its_parts(turned: bool, tmp_path: Path) -> None:
                 if parts else 0  # fmt: skip
             box = Box((*offsets, 0), (*part.shape, 2))
             opened.append(os.open(path, os.O_RDONLY))
-            parts.append(Filed(FileMemory(opened[-1], 4, part.numel() * 2), box, strides))
+            parts.append(StoredChunk(FileMemory(opened[-1], 4, part.numel() * 2), box, strides))
         memory = ChunkedMemory((*shape, 2), parts)
         data = whole.numpy().tobytes()
         for _ in range(10):

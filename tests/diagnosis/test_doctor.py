@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import errno
 import fcntl
@@ -17,13 +19,12 @@ import pytest
 import torch
 
 import fastserial
-from fastserial.bench.state import small_pages
 from fastserial.cli.doctor import show
 from fastserial.config import Config
 from fastserial.diagnosis import examine as examine_module
 from fastserial.diagnosis import folder as folder_module
 from fastserial.diagnosis.examine import Boot, Diagnosis, Finding, Torch, examine, judge
-from fastserial.diagnosis.folder import Folder, probe_folder
+from fastserial.diagnosis.folder import FolderFacts, probe_folder
 from fastserial.engines import EngineStatus
 from fastserial.errors import FastserialError
 from fastserial.files import linux
@@ -46,7 +47,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def healthy() -> Diagnosis:
     """A machine and a folder without a fault."""
     device = folder_module.Device("sda", "Disk", 1 << 40, "")
-    folder = Folder(
+    folder = FolderFacts(
         "/data", None, "ext4", device, 1 << 40, DirectAlignment(4, 512, True), None, True, True
     )
     patched = Torch("2.13.0", "v2.13", True, ("torch.serialization._save",))
@@ -168,6 +169,18 @@ def test_leaves_torch_as_it_was() -> None:
     with fastserial.options(threads=2):
         option = next(o for o in examine().options if o.name == "threads")
     assert (option.value, option.source) == (2, "options()")
+
+
+@contextlib.contextmanager
+def small_pages() -> Iterator[None]:
+    """No huge pages for this process."""
+    prctl = ctypes.CDLL(None).prctl
+    before = prctl(huge_pages.PR_GET_THP_DISABLE, 0, 0, 0, 0)
+    assert prctl(41, 1, 0, 0, 0) == 0  # PR_SET_THP_DISABLE
+    try:
+        yield
+    finally:
+        prctl(41, before, 0, 0, 0)
 
 
 def test_huge_pages_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

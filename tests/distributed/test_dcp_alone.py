@@ -16,7 +16,7 @@ from support.damage import flip
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fastserial.distributed import FastStorageReader, FastStorageWriter
-from fastserial.distributed.dcp.folder import Folder
+from fastserial.distributed.dcp.folder import ShardFolder
 from fastserial.errors import CorruptCheckpointError, WriteError
 
 pytestmark = pytest.mark.skipif(
@@ -46,21 +46,21 @@ def test_one_of_all_ranks_replaces_those_of_single_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[int] = []
-    drop, sweep = Folder.drop_lone_metadata, Folder.sweep
+    drop, sweep = ShardFolder.drop_lone_metadata, ShardFolder.sweep
 
-    def dropping(folder: Folder) -> None:
+    def dropping(folder: ShardFolder) -> None:
         loaded.append(load(tmp_path))
         drop(folder)
         loaded.append(load(tmp_path))
 
-    def sweeping(folder: Folder, rank: int | None) -> None:
+    def sweeping(folder: ShardFolder, rank: int | None) -> None:
         sweep(folder, rank)
         loaded.append(load(tmp_path))
 
     save(2, tmp_path, alone=True)
     (tmp_path / "__1.metadata").write_bytes((tmp_path / "__0.metadata").read_bytes())
-    monkeypatch.setattr(Folder, "drop_lone_metadata", dropping)
-    monkeypatch.setattr(Folder, "sweep", sweeping)
+    monkeypatch.setattr(ShardFolder, "drop_lone_metadata", dropping)
+    monkeypatch.setattr(ShardFolder, "sweep", sweeping)
     save(3, tmp_path)
     assert loaded == [2, 3, 3, 3], "the old checkpoint or the new one"
     assert sorted(os.listdir(tmp_path)) == [".metadata", "__0_1.distcp"]

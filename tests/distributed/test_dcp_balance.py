@@ -7,41 +7,41 @@ from itertools import pairwise
 
 import pytest
 
-from fastserial.distributed.plan.balance import Item, Share, shares
+from fastserial.distributed.plan.balance import Assignment, Workload, assign
 
 MIB = 1 << 20
 ALL = (0, 1, 2, 3)
 
 SHAPES = {
-    "64 equal tensors": [Item(16 * MIB, ALL, 4096)] * 64,
+    "64 equal tensors": [Workload(16 * MIB, ALL, 4096)] * 64,
     "a GPT with the embedding last": [
-        *(Item(4 * MIB * k, ALL, 1024) for k in (1, 1, 1, 4, 4) * 20),
-        Item(300 * MIB, ALL, 50257),
+        *(Workload(4 * MIB * k, ALL, 1024) for k in (1, 1, 1, 4, 4) * 20),
+        Workload(300 * MIB, ALL, 50257),
     ],
-    "one tensor": [Item(1024 * MIB, ALL, 1024)],
-    "DDP and Adam": [Item(16 * MIB, ALL, 4096), Item(4, ALL), Item(4, ALL)] * 64,
-    "many that are not cut": [Item(900 * 1024, ALL)] * 1000,
+    "one tensor": [Workload(1024 * MIB, ALL, 1024)],
+    "DDP and Adam": [Workload(16 * MIB, ALL, 4096), Workload(4, ALL), Workload(4, ALL)] * 64,
+    "many that are not cut": [Workload(900 * 1024, ALL)] * 1000,
     "uneven shards and a replica": [
-        *(Item(100 * MIB, (rank,)) for rank in ALL),
-        Item(100 * MIB, (0,)),
-        Item(400 * MIB, ALL, 1000),
+        *(Workload(100 * MIB, (rank,)) for rank in ALL),
+        Workload(100 * MIB, (0,)),
+        Workload(400 * MIB, ALL, 1000),
     ],
     "HSDP": [
-        *(Item(16 * MIB, (0, 2), 1024) for _ in range(20)),
-        *(Item(16 * MIB, (1, 3), 1024) for _ in range(20)),
-        Item(50 * MIB, ALL, 1000),
+        *(Workload(16 * MIB, (0, 2), 1024) for _ in range(20)),
+        *(Workload(16 * MIB, (1, 3), 1024) for _ in range(20)),
+        Workload(50 * MIB, ALL, 1000),
     ],
 }
 
 
-def loads(items: list[Item], found: list[Share], ranks: int) -> list[float]:
+def loads(items: list[Workload], found: list[Assignment], ranks: int) -> list[float]:
     load = [0.0] * ranks
     for number, rank, first, stop in found:
         load[rank] += items[number].nbytes * (stop - first) / items[number].rows
     return load
 
 
-def check(items: list[Item], found: list[Share]) -> None:
+def check(items: list[Workload], found: list[Assignment]) -> None:
     rows: dict[int, list[tuple[int, int]]] = {}
     for number, rank, first, stop in found:
         assert rank in items[number].owners
@@ -56,7 +56,7 @@ def check(items: list[Item], found: list[Share]) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_all_ranks_write_as_much(name: str) -> None:
     items = SHAPES[name]
-    found = shares(items, 4)
+    found = assign(items, 4)
     check(items, found)
     load = loads(items, found, 4)
     assert max(load) <= 1.05 * sum(load) / 4, load
@@ -67,16 +67,16 @@ def test_every_row_is_written_once_by_a_rank_that_has_it() -> None:
     for _ in range(500):
         ranks = chance.randrange(1, 9)
         items = [
-            Item(
+            Workload(
                 chance.randrange(5 * MIB),
                 tuple(sorted(chance.sample(range(ranks), chance.randrange(1, ranks + 1)))),
                 chance.choice([1, 1, 7, 1000]),
             )
             for _ in range(chance.randrange(30))
         ]
-        check(items, shares(items, ranks))
+        check(items, assign(items, ranks))
 
 
 def test_shards_that_only_one_rank_has_stay_there() -> None:
-    items = [Item(100 * MIB, (rank % 3,)) for rank in range(7)]
-    assert [share.rank for share in shares(items, 3)] == [0, 1, 2, 0, 1, 2, 0]
+    items = [Workload(100 * MIB, (rank % 3,)) for rank in range(7)]
+    assert [share.rank for share in assign(items, 3)] == [0, 1, 2, 0, 1, 2, 0]

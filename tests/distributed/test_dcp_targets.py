@@ -78,8 +78,8 @@ def test_what_is_passed_on_of_a_tensor_without_memory() -> None:
             sent.append(data.clone())
             return lambda: None
 
-    turn = load_sharing.Turn(0, 0, (1,))
-    load_sharing.pass_on([turn], lambda number: Wrapper(inner), Traffic())  # type: ignore[arg-type]
+    read = load_sharing.SharedRead(0, 0, (1,))
+    load_sharing.pass_on([read], lambda number: Wrapper(inner), Traffic())  # type: ignore[arg-type]
     assert torch.equal(torch.cat(sent).view(torch.float32), inner)
 
 

@@ -19,8 +19,8 @@ from fastserial.distributed import (
     FastStorageReader,
     FastStorageWriter,
 )
-from fastserial.distributed.dcp.entries import BYTES, REPLICA, Entry
-from fastserial.distributed.dcp.global_plan import Told, global_plan
+from fastserial.distributed.dcp.entries import BYTES, REPLICA, StateEntry
+from fastserial.distributed.dcp.global_plan import RankEntries, global_plan
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.errors import CheckpointReplacedError, FastserialError
 
@@ -109,8 +109,8 @@ def test_a_value_on_one_rank_and_a_tensor_on_another(size: tuple[int, ...]) -> N
     from torch.distributed.checkpoint.metadata import TensorProperties
 
     whole = Box((0,) * len(size), size)
-    value = Told({"x.y": Entry(BYTES)}, None)
-    tensor = Told({"x.y": Entry(REPLICA, TensorProperties(), size, (whole,))}, None)
+    value = RankEntries({"x.y": StateEntry(BYTES)}, None)
+    tensor = RankEntries({"x.y": StateEntry(REPLICA, TensorProperties(), size, (whole,))}, None)
     for told, values, tensors in (
         ([value, tensor, tensor], [0], [1, 2]),
         ([tensor, value], [1], [0]),

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fastserial.distributed.onefile import flow
-from fastserial.distributed.plan.matching import Job, file_leaves
+from fastserial.distributed.plan.matching import TensorMatch, file_leaves
 from fastserial.distributed.plan.owners import NeedMap, share_out
 from fastserial.distributed.reading.part_reader import PartReader
 from fastserial.distributed.sharding.boxes import Box
@@ -98,7 +98,9 @@ def random_holding(chance: random.Random, full: torch.Tensor) -> Holding:
     return Holding(TensorSpec(tuple(full.shape), full.dtype), local, parts)
 
 
-def load(index: FileIndex, path: Path, traffic: Any, jobs: list[Job], maps: list[Any]) -> int:
+def load(
+    index: FileIndex, path: Path, traffic: Any, jobs: list[TensorMatch], maps: list[Any]
+) -> int:
     """Load as `loader` does; `maps` are every rank's needs, made by a barrier's action."""
     grids = flow.grids_of(file_leaves(index.value))
     targets, odd = flow.targets_of(jobs, grids)
@@ -132,7 +134,7 @@ def test_bytes_reach_whoever_wants_them(tmp_path: Path, legacy: bool) -> None:
             {key: random_holding(chance, full) for key, full in tensors.items()}
             for _ in range(size)
         ]
-        jobs = [[Job(index.value[key], one) for key, one in mine.items()] for mine in held]
+        jobs = [[TensorMatch(index.value[key], one) for key, one in mine.items()] for mine in held]
         grids = flow.grids_of(file_leaves(index.value))
         block = chance.choice([64, 512, 4096])
         maps = [flow.need_of(flow.targets_of(mine, grids)[0], index.size, block) for mine in jobs]
@@ -167,17 +169,15 @@ def test_bytes_reach_whoever_wants_them(tmp_path: Path, legacy: bool) -> None:
     assert sent
 
 
-def test_a_tensor_that_is_no_part_of_an_array_has_no_grid() -> None:
+def test_a_tensor_that_is_no_array_has_no_grid() -> None:
     def leaf(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[Any, Any]]:
         return [(("a",), FileTensor(0, torch.float32, shape, stride, 64))]
 
     assert flow.grids_of(leaf((4, 4), (4, 1)))[0].shape == (4, 4)
-    assert flow.grids_of(leaf((4, 4), (1, 4)))[0].order == (1, 0)
-    assert flow.grids_of(leaf((4, 4), (9, 1)))[0].shape == (4, 9)
-    assert flow.grids_of(leaf((4, 3), (6, 2)))[0].shape == (4, 3, 2)
-    assert flow.grids_of(leaf((4, 3), (0, 2)))[0].rest == (0,)
-    assert not flow.grids_of(leaf((4, 4), (2, 1)))
-    assert not flow.grids_of(leaf((4, 3), (5, 2)))
+    assert flow.grids_of(leaf((4, 3), (1, 4)))[0].order == (1, 0)
+    assert flow.grids_of(leaf((1, 4, 3), (7, 1, 4)))[0].shape == (3, 4, 1)
+    for shape, stride in (((4, 4), (9, 1)), ((4, 3), (6, 2)), ((4, 3), (0, 1)), ((4, 4), (2, 1))):
+        assert not flow.grids_of(leaf(shape, stride)), "gaps, or elements twice"
     assert not flow.grids_of(leaf((0, 3), (3, 1)))
 
 

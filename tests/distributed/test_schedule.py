@@ -14,8 +14,8 @@ from fastserial.distributed.plan.division import GRAIN
 from fastserial.distributed.plan.schedule import (
     CONTAINER,
     FilePlan,
+    FileRange,
     Move,
-    Piece,
     Schedule,
     schedule,
 )
@@ -67,7 +67,7 @@ def random_plan(chance: random.Random, size: int) -> tuple[FilePlan, list[Tensor
     return FilePlan(at + 50, records, writers), specs
 
 
-def has(spec: TensorSpec, size: int, rank: int, piece: Piece) -> bool:
+def has(spec: TensorSpec, size: int, rank: int, piece: FileRange) -> bool:
     """Return whether a rank has a piece as it is in the file."""
     item = spec.dtype.itemsize
     runs = cover_of(spec.shape, spec.held, size).runs
@@ -118,7 +118,7 @@ def exchanged(made: list[Schedule], specs: list[TensorSpec]) -> int:
                 if there != moves:
                     assert same_elements(moves, there, specs)
                     assert packed(views(moves, specs)) == packed(views(there, specs))
-            arrived: dict[Piece, int] = {}
+            arrived: dict[FileRange, int] = {}
             for other, moves in found.receives.items():
                 assert made[other].round(number).sends[rank]
                 for move in moves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastserial.distributed.state.merging import Joined, merged
+from fastserial.distributed.state.merging import MergedTensor, merged
 from fastserial.distributed.state.walk import leaves, live, states
 from fastserial.errors import LoadMismatchError
 
@@ -18,15 +19,15 @@ Pair = namedtuple("Pair", "first second")
 
 
 class Rank:
-    """What a rank tells rank 0, and what it hears: all states, its own among them."""
+    """A rank that hears all states so far, its own among them."""
 
     def __init__(self, rank: int, others: list[bytes]) -> None:
         self.rank, self.others = rank, others
         self.ranks: dict[int, int] = {}
 
-    def consult(self, message: bytes, decide: Any) -> Any:
-        self.others.append(message)
-        return decide(self.others)
+    def decide(self, value: Any, decision: Any) -> Any:
+        self.others.append(pickle.dumps(value))
+        return decision(list(map(pickle.loads, self.others)))
 
 
 def together(*values: Any) -> Any:
@@ -175,7 +176,7 @@ def test_the_union_of_tied_tensors() -> None:
         tensor = torch.ones(4)
         states_.append({"a": tensor, "b": tensor, "c": [tensor]})
     found = together(*states_)
-    assert isinstance(found["a"], Joined)
+    assert isinstance(found["a"], MergedTensor)
     assert found["a"] is found["b"] is found["c"][0]
     assert found["a"].ranks == [0, 1, 2]
     with pytest.raises(LoadMismatchError, match="ranks 0 and 1 have different tensors"):

@@ -22,11 +22,10 @@ from support.identity import stock
 import fastserial
 from fastserial import LoadReport, SaveReport, WriteError
 from fastserial.engines.gds import memory as direct_memory
-from fastserial.engines.gds.cufile import DirectTransferError
-from fastserial.engines.gds.memory import DirectMemory
+from fastserial.engines.gds.cufile import CuFile, DirectTransferError
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.memory import batch
-from fastserial.memory import ring as ring_module
+from fastserial.memory import buffers as ring_module
+from fastserial.memory import storages
 
 WORDS = ("gds", "gpu_async", "gpu_batch")
 BLOCK = 16384
@@ -50,8 +49,8 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plug]:
         return storage.nbytes() in (0, ON_HOST)
 
     loaded_to(monkeypatch, device, is_on_host)
-    monkeypatch.setattr(batch, "is_on_host", is_on_host)
-    monkeypatch.setattr(batch, "device_types", lambda storages: {"fake"})
+    monkeypatch.setattr(storages, "is_on_host", is_on_host)
+    monkeypatch.setattr(storages, "device_types", lambda storages: {"fake"})
 
     def make(seed: int) -> FakeCuFile:
         device.renew(seed, haste=(seed % 10) / 10)
@@ -62,7 +61,6 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plug]:
     fastserial.free_pinned()
     assert not direct_memory._lost, "nobody knows what is still used"
     assert not fake.files, "a handle was not given back"
-    assert not fake.batches, "a batch was not given back"
     assert not fake.registered, "memory is still registered"
 
 
@@ -107,9 +105,9 @@ def test_saves(tmp_path: Path, plug: Plug, word: str, zipped: bool) -> None:
         assert path.read_bytes() == wanted, seed
         assert fake.device.faults == []
         assert fake.moved >= 300_000, saved()
-        assert (saved().transfer, saved().direct) == (word, True)
-        assert saved().transfer_why == "asked for: cuFile 1.17 (nvidia-fs)"
-        assert (fake.most_in_batch > 1) == (word == "gpu_batch")
+        assert (saved().transfer, saved().direct) == ("gds", True)
+        asked = "asked for" if word == "gds" else f"{word} is taken as gds"
+        assert saved().transfer_why == f"{asked}: cuFile 1.17 (nvidia-fs)"
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -124,7 +122,7 @@ def test_loads(tmp_path: Path, plug: Plug, word: str, zipped: bool) -> None:
         assert fake.device.faults == []
         assert fake.moved >= 300_000
         assert not any(stream.steps for stream in fake.device._streams)
-        assert (loaded().transfer, loaded().fallback) == (word, None)
+        assert (loaded().transfer, loaded().fallback) == ("gds", None)
         assert loaded().direct_bytes >= fake.moved
 
 
@@ -152,7 +150,7 @@ def test_after_the_programs_kernels(tmp_path: Path, plug: Plug, word: str) -> No
         assert same(target, wanted)
         device.finish()
         assert same(target, wanted)
-        assert loaded().transfer == word
+        assert loaded().transfer == "gds"
 
 
 def test_verified_loads_are_read_by_the_host(tmp_path: Path, plug: Plug) -> None:
@@ -181,21 +179,21 @@ def test_counts(tmp_path: Path, plug: Plug, word: str, fault: Any) -> None:
         with _warned(word, fault):
             torch.save(value, path)
         assert path.read_bytes() == wanted
-        goes_on = fault == "short" or (fault == "none" and word != "gds")
-        assert (saved().transfer == word) == goes_on, saved()
+        goes_on = fault == "short"
+        assert (saved().transfer == "gds") == goes_on, saved()
         fake.faults = {fake.transfers + number: fault}
         ring_module._warned.clear()
         with _warned(word, fault):
             found = torch.load(path, map_location=HERE)
         assert same(found, value)
-        assert (loaded().transfer == word) == goes_on, loaded()
+        assert (loaded().transfer == "gds") == goes_on, loaded()
         if fault == -5008:
             assert "GDS is not supported on the current file (5008)" in loaded().transfer_why
         assert fake.device.faults == []
 
 
 def _warned(word: str, fault: Any) -> Any:
-    if fault == "short" or (fault == "none" and word != "gds"):
+    if fault == "short":
         return fastserial.options()
     return pytest.warns(UserWarning, match=f"transfer '{word}': cuFile.*from there on")
 
@@ -227,21 +225,6 @@ def test_a_disk_that_fails(
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
-def test_a_batch_that_is_given_up(tmp_path: Path, plug: Plug) -> None:
-    """Nobody knows whether the device still uses the memory: nothing of it is used again."""
-    path = tmp_path / "a.pt"
-    path.write_bytes(b"old")
-    fake = plug(1)
-    fake.faults[2] = -110
-    fastserial.install(**SMALL, transfer="gpu_batch")
-    with pytest.raises(WriteError, match="gave a transfer of a batch up"):
-        torch.save(state(), path)
-    assert path.read_bytes() == b"old"
-    assert len(direct_memory._lost) == 1
-    assert not direct_memory._kept
-    forget(fake)
-
-
 # --- whether it can be had ----------------------------------------------------------------------
 
 
@@ -250,7 +233,6 @@ def test_a_batch_that_is_given_up(tmp_path: Path, plug: Plug) -> None:
     [
         ("driver_open", 5001, r"cuFileDriverOpen: .*\(5001\)"),
         ("handle_register", 5008, r"cuFileHandleRegister: GDS is not supported.*\(5008\)"),
-        ("batch_io_set_up", 5039, r"cuFileBatchIOSetUp: .*\(5039\)"),
         ("set_parameter_bool", 5022, r"cuFileDriverOpen: .*\(5022\)"),
     ],
 )
@@ -304,7 +286,7 @@ def forget(fake: FakeCuFile) -> None:
 def test_a_count_that_is_not_looked_at(
     tmp_path: Path, plug: Plug, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DirectMemory, "_checked", lambda self, moved, most: most)
+    monkeypatch.setattr(CuFile, "_checked", lambda self, moved, most: most)
     value, path = state(), tmp_path / "a.pt"
     wanted = stocks(value, path)
     fake = plug(1)
@@ -328,7 +310,6 @@ def test_a_save_that_fails(tmp_path: Path, plug: Plug, monkeypatch: pytest.Monke
         with pytest.raises(WriteError):
             torch.save(state(), tmp_path / "a.pt")
         assert fake.device.faults == []
-        assert not fake.pending
         assert (tmp_path / "a.pt").read_bytes() == b"old"
         fastserial.free_pinned()
         assert not fake.registered

@@ -49,13 +49,13 @@ class Opened:
 def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many requests the kernel had when a ring was freed, for each ring."""
     found: list[int] = []
-    close = io_uring._Ring.close
+    close = io_uring._IoRing.close
 
     def note(ring: Any) -> None:
         found.append(ring.in_flight)
         close(ring)
 
-    monkeypatch.setattr(io_uring._Ring, "close", note)
+    monkeypatch.setattr(io_uring._IoRing, "close", note)
     return found
 
 
@@ -82,7 +82,7 @@ def test_what_the_kernel_leaves_is_moved(
     opened: Opened, monkeypatch: pytest.MonkeyPatch, become: Callable[[int], int]
 ) -> None:
     """A short transfer, or one that was broken off, is completed; what it left is garbage here."""
-    reap = io_uring._Ring.reap
+    reap = io_uring._IoRing.reap
     changed: list[int] = []
 
     def less(ring: Any) -> tuple[int, int]:
@@ -97,7 +97,7 @@ def test_what_the_kernel_leaves_is_moved(
         return key, now
 
     data = noise(BLOCK)
-    monkeypatch.setattr(io_uring._Ring, "reap", less)
+    monkeypatch.setattr(io_uring._IoRing, "reap", less)
     (completion,) = drive(opened.engine, opened.pool, opened.writes(data))
     assert (completion.error, completion.transferred) == (None, BLOCK)
     assert opened.path.read_bytes() == data
@@ -109,8 +109,8 @@ def test_what_the_kernel_leaves_is_moved(
 
 @_needs
 def test_an_error_is_the_request_s_own(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    reap = io_uring._Ring.reap
-    monkeypatch.setattr(io_uring._Ring, "reap", lambda ring: (reap(ring)[0], -errno.EIO))
+    reap = io_uring._IoRing.reap
+    monkeypatch.setattr(io_uring._IoRing, "reap", lambda ring: (reap(ring)[0], -errno.EIO))
     (completion,) = drive(opened.engine, opened.pool, opened.writes(noise(BLOCK)))
     assert isinstance(completion.error, OSError)
     assert completion.error.errno == errno.EIO

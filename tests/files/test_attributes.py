@@ -19,7 +19,7 @@ import torch
 from support.processes import run
 
 from fastserial.errors import WriteError
-from fastserial.files import replacement
+from fastserial.files import destination
 from fastserial.saving.writer import FastFileWriter
 
 _ACCESS, _DEFAULT = "system.posix_acl_access", "system.posix_acl_default"
@@ -156,7 +156,7 @@ def test_at_no_moment_may_more_people_read_it(
 ) -> None:
     """What counts is a file with a name: whoever has opened it can read what comes later."""
     need_root()
-    monkeypatch.setattr(replacement, "_can_link", lambda: False)
+    monkeypatch.setattr(destination, "_can_link", lambda: False)
     set_attribute(target.parent, _DEFAULT, FOR_BOB)
     os.chown(target, _ANN, _CLUB)
     target.chmod(0o600)

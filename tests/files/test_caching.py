@@ -15,7 +15,7 @@ from support.identity import digest, fast, stock
 
 import fastserial
 from fastserial.errors import WriteError
-from fastserial.files import caching, meminfo
+from fastserial.files import caching, linux
 from fastserial.files.caching import cached_fraction
 from fastserial.reports import last_load_report
 
@@ -25,7 +25,7 @@ SMALL = {"small_file": 0, "block_size": 256 * 1024}
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No device was measured, and a trial takes few bytes."""
-    monkeypatch.setattr(caching, "_verdicts", {})
+    monkeypatch.setattr(caching, "_speeds", {})
     monkeypatch.setattr(caching, "TRIAL", MIB)
 
 
@@ -44,13 +44,13 @@ def direct(tmp_path: Path, unmeasured: None) -> Path:
     """A folder on an unmeasured device that takes direct I/O."""
     if not saved(tmp_path / "direct.pt", direct=True).direct:
         pytest.skip("no direct I/O here")
-    caching._verdicts.clear()
+    caching._speeds.clear()
     return tmp_path
 
 
 def verdicts() -> list[bool]:
     """What was found out of devices, in this order."""
-    return [found.fast for found in caching._verdicts.values()]
+    return [found.fast for found in caching._speeds.values()]
 
 
 def chill(path: Path) -> None:
@@ -201,9 +201,9 @@ def test_without_the_call_saves_go_through_the_cache(
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(meminfo, "_GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(meminfo, "_MOUNT", tmp_path)
-    monkeypatch.setattr(meminfo, "meminfo", lambda: {"MemAvailable": 1 << 40})
+    monkeypatch.setattr(linux, "_OWN_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(linux, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(linux, "meminfo", lambda: {"MemAvailable": 1 << 40})
     return tmp_path
 
 
@@ -217,10 +217,10 @@ def test_the_narrowest_group_counts(groups: Path) -> None:
     (groups / "cgroup").write_text("0::/job/step\n")
     limit(groups / "job", max="1000\n", current="900\n", stat="active_file 50\ninactive_file 7\n")
     limit(groups / "job" / "step", max="max\n", current="900\n", stat="")
-    assert meminfo.available_bytes() == 157
+    assert linux.available_bytes() == 157
 
 
 def test_groups_that_are_not_there(groups: Path) -> None:
-    assert meminfo.available_bytes() == 1 << 40
+    assert linux.available_bytes() == 1 << 40
     (groups / "cgroup").write_text("0::/of/the/host\n")
-    assert meminfo.available_bytes() == 1 << 40
+    assert linux.available_bytes() == 1 << 40

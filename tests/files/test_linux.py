@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastserial.files import compression, linux
+from fastserial.files import linux
 
 
 def test_kind_of(tmp_path: Path) -> None:
@@ -49,9 +49,9 @@ def test_which_mounts_compress(
 ) -> None:
     """`tests/faults/test_compression.py` has real ones."""
     monkeypatch.setattr(linux, "mounted_as", lambda fd: (kind, options))
-    monkeypatch.setattr(compression, "_is_overwritten_in_place", lambda fd: in_place)
+    monkeypatch.setattr(linux, "_is_overwritten_in_place", lambda fd: in_place)
     fd = os.memfd_create("x")  # on no block device
     try:
-        assert compression.compresses(fd) is found
+        assert linux.compresses(fd) is found
     finally:
         os.close(fd)

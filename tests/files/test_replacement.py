@@ -16,9 +16,9 @@ from support.identity import fast
 
 from fastserial import config
 from fastserial.errors import WriteError
+from fastserial.files import destination as replacement_module
 from fastserial.files import linux
-from fastserial.files import replacement as replacement_module
-from fastserial.files.replacement import Replacement, temporary_name
+from fastserial.files.destination import Replacement, temporary_name
 from fastserial.files.targets import PathTarget, StockWay, path_target
 from fastserial.saving.writer import FastFileWriter
 

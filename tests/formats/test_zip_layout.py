@@ -15,11 +15,10 @@ from fastserial.checksums import CrcLedger
 from fastserial.errors import LayoutError
 from fastserial.formats.extents import Extent, Hole, Literal, Trailer
 from fastserial.formats.zip.layout import MAX_ALIGNMENT, ZipLayout
-from fastserial.memory.batch import Batch
-from fastserial.memory.storages import HostMemory
+from fastserial.memory.storages import Batch, HostMemory
 from fastserial.patching import self_check
 from fastserial.saving import torch_writer
-from fastserial.saving.fill import Part, staged
+from fastserial.saving.fill import ExtentPart, staged
 
 HAS_ALIGNMENT = hasattr(torch.serialization, "_get_storage_alignment")
 ALIGNMENTS = [1, 7, 64, 512, 4096, 32768] if HAS_ALIGNMENT else [64]
@@ -142,7 +141,7 @@ def test_storages_in_one_go(seed: int, crc: bool) -> None:
     for extent in plan.extents:
         sink.seek(extent.offset)
         if not isinstance(extent.source, Hole):
-            sink.write(staged([Part(0, extent.source, 0, extent.length, ledger)]))
+            sink.write(staged([ExtentPart(0, extent.source, 0, extent.length, ledger)]))
 
     records = [*first, *zip(names, texts, strict=True)]
     assert sink.pieces == theirs(records, alignment, crc).pieces
@@ -156,27 +155,6 @@ class Nothing:
 
     def copy_to(self, address: int, start: int, length: int) -> None:
         raise AssertionError
-
-
-@pytest.mark.parametrize("crc", [True, False])
-@pytest.mark.parametrize("seed", range(10))
-def test_memories_in_one_go(seed: int, crc: bool) -> None:
-    """They are laid out as one by one."""
-    rnd = random.Random(seed)
-    far = rnd.choice([0, U32 - rnd.randrange(200_000), U32])
-    memories = [Nothing(rnd.choice([0, 1, 100, 70_000, U32])) for _ in range(rnd.randrange(1, 60))]
-    names = [f"data/{index}" for index in range(len(memories))]
-    alignment = rnd.choice(ALIGNMENTS)
-    layouts = [ZipLayout("archive", alignment, crc) for _ in range(2)]
-    for layout in layouts:
-        layout.add_bytes("data.pkl", b"abc", zlib.crc32(b"abc"))
-        layout.add_hole("hole", far)
-    layouts[0].add_memories(names, memories)
-    for name, memory in zip(names, memories, strict=True):
-        layouts[1].add_memory(name, memory, b"")
-    one, other = (torch_writer.finish(layout) for layout in layouts)
-    assert one.extents[:-1] == other.extents[:-1]
-    assert (one.nbytes, one.sizes, one.crcs) == (other.nbytes, other.sizes, other.crcs)
 
 
 def test_without_checksums() -> None:

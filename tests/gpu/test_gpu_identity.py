@@ -17,8 +17,8 @@ from support.gpu import DEVICE, need_gpu
 from support.identity import TARGETS, both, stock
 
 from fastserial.engines.gds.memory import missing
-from fastserial.memory import ring as ring_module
-from fastserial.memory.ring import DIRECT
+from fastserial.memory import buffers as ring_module
+from fastserial.memory.buffers import DIRECT
 
 need_gpu()
 SMALL: dict[str, Any] = {"small_file": 0, "durable": False}

@@ -21,8 +21,7 @@ from fastserial import CorruptCheckpointError, LoadReport
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
 from fastserial.loading import device_records, reader
-from fastserial.memory.buffers import Buffer
-from fastserial.memory.ring import Ring
+from fastserial.memory.buffers import Buffer, Ring
 
 SMALL: dict[str, Any] = {"block_size": 16384, "queue_depth": 3, "small_file": 0, "cache": "drop"}
 CASES = {

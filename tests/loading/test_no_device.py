@@ -13,7 +13,7 @@ from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
 from fastserial.memory.devices import device_names
 from fastserial.patching import load_hooks
-from fastserial.training.of_rank import generator_states
+from fastserial.training.rank_values import generator_states
 
 OPTIONS: dict[str, Any] = {"small_file": 0, "durable": False}
 

@@ -95,8 +95,8 @@ def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.M
     arrived = Prefetch._arrived
 
     def there(ahead: Prefetch) -> int:
-        batches = [batch for batch, _ in list(ahead._places.values())]
-        return sum(batch.state is State.THERE for batch in batches)
+        batches = [batch for batch, _ in list(ahead._by_name.values())]
+        return sum(batch.state is State.COMPLETE for batch in batches)
 
     def noted(self: Prefetch, *arguments: Any) -> None:
         arrived(self, *arguments)

@@ -20,10 +20,9 @@ from support.devices import FakeDevice, Fault, plugged_in
 import fastserial
 from fastserial.config.performance import PINNED_MOST, PINNED_RING
 from fastserial.errors import EngineError, StorageChangedError
+from fastserial.memory import buffers as ring_module
 from fastserial.memory import devices
-from fastserial.memory import ring as ring_module
-from fastserial.memory.buffers import Buffer
-from fastserial.memory.ring import PinnedStore, Ring
+from fastserial.memory.buffers import Buffer, PinnedStore, Ring
 from fastserial.memory.storages import StorageMemory
 
 BLOCK = 4096

@@ -17,7 +17,7 @@ from torch import nn
 import fastserial
 from fastserial.checkpoints.save import write as save_now
 from fastserial.overlap.asynchronous import Kind, start_save
-from fastserial.training.parts import state_of, states, steady
+from fastserial.training.object_states import state_of, states, steady
 
 _WIDTH = 400  # a weight has 625 KiB: more than is copied in any case
 

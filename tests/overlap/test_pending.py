@@ -22,7 +22,7 @@ from support.processes import run
 import fastserial
 from fastserial.config.performance import SWITCH_INTERVAL
 from fastserial.engines.null import NullEngine
-from fastserial.files import replacement
+from fastserial.files import destination
 from fastserial.overlap import asynchronous
 
 KINDS = ("copy", "in_place")
@@ -121,7 +121,7 @@ def test_saves_to_one_target_come_in_order(tmp_path: Path, gate: Gate) -> None:
 
 def test_the_call_does_not_wait_for_the_space_of_an_old_file(tmp_path: Path, state: Any) -> None:
     go = threading.Event()
-    replacement._freeing_threads.start(go.wait, 60)  # as a large file that is replaced
+    destination._freeing_threads.start(go.wait, 60)  # as a large file that is replaced
     with fastserial.options(small_file=0):
         saving = fastserial.save_async(state, tmp_path / "state.pt")
         assert not go.is_set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from fastserial.overlap.staging import Region, Staging
+from fastserial.overlap.staging import HostRegion, Staging
 
 MiB = 1024 * 1024
 
@@ -23,7 +23,7 @@ def test_another_size_does_not_cost_a_kept_region() -> None:
 
 def test_no_more_is_kept_than_was_in_use(dice: random.Random) -> None:
     staging, most = Staging(), 0
-    used: list[Region] = []
+    used: list[HostRegion] = []
     for _ in range(300):
         if len(used) == 2 or (used and dice.random() < 0.5):
             staging.give(used.pop(), stays=dice.random() < 0.5)

@@ -20,7 +20,7 @@ from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, S
 from fastserial.memory.storages import storage_memory
 from fastserial.saving import fill
 from fastserial.saving.extent_writer import ExtentWriter
-from fastserial.saving.fill import Part
+from fastserial.saving.fill import ExtentPart
 
 NOISE = random.Random(7).randbytes(3_000_000)
 
@@ -54,7 +54,7 @@ def test_what_is_held_for_later_is_held_in_small_pieces(
     pieces: list[int] = []
     staged = fill.staged
 
-    def note(parts: Sequence[Part]) -> bytearray:
+    def note(parts: Sequence[ExtentPart]) -> bytearray:
         pieces.append(sum(part.length for part in parts))
         return staged(parts)
 
@@ -92,7 +92,7 @@ def test_checksums_where_writes_are_short(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     with (tmp_path / "a").open("wb") as file:
         parts = [
-            Part(5 + extent.offset, extent.source, 0, extent.length, ledger)
+            ExtentPart(5 + extent.offset, extent.source, 0, extent.length, ledger)
             for extent in one_after_another(*sources)
         ]
         fill.write_buffered(file.fileno(), parts)

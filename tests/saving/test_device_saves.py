@@ -20,10 +20,9 @@ from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.formats.extents import Data, Extent, Literal
-from fastserial.memory import batch, devices
-from fastserial.memory import ring as ring_module
-from fastserial.memory.buffers import Buffer
-from fastserial.memory.ring import Ring, pinned_store
+from fastserial.memory import buffers as ring_module
+from fastserial.memory import devices, storages
+from fastserial.memory.buffers import Buffer, Ring, pinned_store
 from fastserial.memory.storages import StorageMemory
 from fastserial.overlap import snapshot
 
@@ -35,8 +34,8 @@ Plug = Callable[[int], FakeDevice]
 def plug(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plug]:
     """Make the device of a save; all tensors are on it, but for the fourth and so on."""
     device = plugged_in(monkeypatch, FakeDevice())
-    monkeypatch.setattr(batch, "device_types", lambda storages: {"fake"})
-    monkeypatch.setattr(batch, "is_on_host", lambda storage: storage.nbytes() % 3 == 0)
+    monkeypatch.setattr(storages, "device_types", lambda storages: {"fake"})
+    monkeypatch.setattr(storages, "is_on_host", lambda storage: storage.nbytes() % 3 == 0)
     yield lambda seed: device.renew(seed, haste=(seed % 10) / 10)
     fastserial.uninstall()
 

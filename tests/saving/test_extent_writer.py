@@ -16,14 +16,14 @@ from threading import Thread
 import pytest
 import torch
 
-from fastserial.checksums import CrcLedger, Piece, crc32
+from fastserial.checksums import CrcLedger, PartialCrc, crc32
 from fastserial.config import Config
-from fastserial.engines.base import Request
+from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.formats.extents import Extent, clip, is_late
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
-from fastserial.memory.batch import storage_batch
+from fastserial.memory.storages import storage_batch
 from fastserial.saving import torch_writer
 from fastserial.saving.extent_writer import ExtentWriter
 
@@ -149,7 +149,7 @@ def test_ranges_of_a_zip_among_processes(tmp_path: Path, seed: int) -> None:
         theirs.close()
         running.append((process, mine))
     for process, mine in running:
-        everything.merge(Piece(*piece) for piece in mine.recv())
+        everything.merge(PartialCrc(*piece) for piece in mine.recv())
         process.join()
         assert process.exitcode == 0
     late = [extent for extent in plan.extents if is_late(extent.source)]

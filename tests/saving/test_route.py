@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import threading
 import time
@@ -15,10 +14,9 @@ import pytest
 from support.corpus import MIB
 
 from fastserial.config import Config
-from fastserial.engines import Completion, Op, Request
-from fastserial.engines.base import Capabilities
+from fastserial.engines import Capabilities, Completion, Op, Request
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.files import caching, compression, linux
+from fastserial.files import caching, linux
 from fastserial.formats.extents import Extent, Literal
 from fastserial.memory.buffers import BufferPool
 from fastserial.saving import route as routes
@@ -31,16 +29,14 @@ BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 3
 @pytest.fixture
 def fd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A new file on a device that nobody measured."""
-    monkeypatch.setattr(caching, "_verdicts", {})
+    monkeypatch.setattr(caching, "_speeds", {})
     found = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
     yield found
     os.close(found)
 
 
-def chosen(
-    fd: int, expected: int | None = None, may_be_locked: bool = False, **options: Any
-) -> Route:
-    file = OutputFile(fd, may_be_locked)
+def chosen(fd: int, expected: int | None = None, **options: Any) -> Route:
+    file = OutputFile(fd)
     try:
         return choose_route(file, Config(**options), expected)
     finally:
@@ -53,8 +49,8 @@ def need_direct(fd: int) -> None:
 
 
 def measured(fd: int, fast: bool) -> None:
-    verdict = caching._Verdict(fast, time.perf_counter())
-    caching._verdicts[os.fstat(fd).st_dev] = verdict
+    verdict = caching._DeviceSpeed(fast, time.perf_counter())
+    caching._speeds[os.fstat(fd).st_dev] = verdict
 
 
 class OwnMemory(ThreadsEngine):
@@ -91,22 +87,16 @@ def test_a_file_that_is_compressed(fd: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(linux, "preallocate", lambda *place: reserved.append(place))
     for compresses in (False, True):
         monkeypatch.setattr(routes, "compresses", lambda fd, found=compresses: found)
-        monkeypatch.setattr(compression, "compresses", lambda fd, found=compresses: found)
+        monkeypatch.setattr(linux, "compresses", lambda fd, found=compresses: found)
         route = chosen(fd, cache="drop")
         assert route.kind == ("cached" if compresses else "direct")
         assert ("compresses" in str(route.fallback)) is compresses
         assert chosen(fd, direct=True).kind == "direct"
         for options in ({}, {"preallocate": False}, {"direct": True}):
-            compression.reserve(fd, 7, 64 * MIB, Config(**options))
-        compression.reserve(fd, 7, MIB, Config())  # a small file
+            linux.reserve(fd, 7, 64 * MIB, Config(**options))
+        linux.reserve(fd, 7, MIB, Config())  # a small file
     place = (fd, 7, 64 * MIB)
     assert reserved == [place, place, place]
-
-
-def test_a_lock_is_asked_for_only_where_somebody_may_have_one(fd: int) -> None:
-    fcntl.lockf(fd, fcntl.LOCK_EX)
-    assert "lockf" in str(chosen(fd, direct=True, may_be_locked=True).fallback)
-    assert chosen(fd, direct=False, may_be_locked=True).fallback is None
 
 
 @pytest.mark.parametrize("prepare_here", [True, False])

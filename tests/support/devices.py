@@ -19,7 +19,7 @@ import torch
 
 from fastserial.checkpoints import tensor_read
 from fastserial.loading import device_records, legacy_storages, reader, sinks
-from fastserial.memory import devices, ring
+from fastserial.memory import buffers, devices
 from fastserial.memory.devices import Pinned
 from fastserial.patching import load_hooks
 
@@ -60,10 +60,6 @@ class _Stream:
     device: FakeDevice
     steps: list[_Step] = field(default_factory=list)  # that are not done
     last: _Step | None = None  # what later ones come after
-
-    @property
-    def handle(self) -> int:
-        return id(self)
 
     def add(
         self,
@@ -176,10 +172,6 @@ class FakeDevice:
                     if step.busy is not None and (writes or step.busy[2]) and step.is_at(host):
                         self.fault(f"memory was {what} before a copy was complete")
 
-    def stream_of(self, handle: int) -> _Stream:
-        """Return a stream by what the device's driver knows it by."""
-        return next(stream for stream in self._streams if stream.handle == handle)
-
     def fault(self, what: str) -> None:
         self.faults.append(what)
         raise Fault(what)
@@ -219,8 +211,10 @@ def plugged_in(patch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
     patch.setattr(devices, "copy_stream", device.stream)
     patch.setattr(devices, "pin", device.pin)
     patch.setattr(devices, "unpin", lambda: None)
-    patch.setattr(ring.pinned_store, "_kept", [])
-    patch.setattr(ring.pinned_store, "_all", weakref.WeakSet())  # not what a traceback still holds
+    patch.setattr(buffers.pinned_store, "_kept", [])
+    patch.setattr(
+        buffers.pinned_store, "_all", weakref.WeakSet()
+    )  # not what a traceback still holds
     return device
 
 

@@ -18,7 +18,6 @@ from torch import nn
 
 import fastserial
 from fastserial import Checkpointer
-from fastserial.overlap import guard
 
 
 class Run:
@@ -71,7 +70,6 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path, optimizer: str, kind: Any) -> No
         assert checkpointer.resume() == 3
         assert [second.step() for _ in range(4)] == expected
     assert names(tmp_path) == [f"step-0000000{n}.pt" for n in (1, 2, 3)]
-    assert not guard.is_registered()
 
 
 def test_it_is_an_ordinary_file(tmp_path: Path) -> None:
@@ -140,7 +138,7 @@ def test_a_file_of_another_program_is_no_damage(tmp_path: Path) -> None:
         checkpointer.save(1)
     torch.save({"n": 2}, tmp_path / "step-00000002.pt")
     with Checkpointer(tmp_path, {"n": 0}) as checkpointer:
-        with pytest.warns(RuntimeWarning, match="2.pt is no checkpoint of a Checkpointer's; the"):
+        with pytest.warns(RuntimeWarning, match="2.pt is no checkpoint of a Checkpointer; the"):
             assert checkpointer.resume() == 1
         (tmp_path / "step-00000001.pt").unlink()
         with (
@@ -317,7 +315,6 @@ def test_after_a_torn_snapshot_tensors_are_copied(tmp_path: Path, gate: Gate) ->
         pytest.raises(fastserial.TornSnapshotError, match=r"step-00000001\.pt.*nothing was saved"),
     ):
         checkpointer.save(2)
-    assert not guard.is_registered()
     saving = checkpointer.save(2)
     first_step(run.model)
     checkpointer.close()
@@ -449,7 +446,7 @@ def test_errors_of_the_users_own_code_go_through(tmp_path: Path, error: Exceptio
     [
         (nn.Linear(2, 2), nn.Linear(3, 3), "size mismatch for weight"),
         (torch.optim.SGD([torch.ones(2)]), torch.optim.SGD([*map(torch.ones, (2, 3))]), "group"),
-        (1, torch.ones(2), "type int"),
+        (1, torch.ones(2), "int in the file"),
         (1, nn.Linear(2, 2), "type int"),
         (torch.ones(3), torch.ones(2), r"shape \(3,\)"),
     ],
@@ -524,7 +521,6 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         Checkpointer(tmp_path, nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(fastserial.ConfigError, match="checkpointer"):
         Checkpointer(tmp_path, {"checkpointer": 1})
-    assert not guard.is_registered()
 
 
 def test_it_shows_what_it_saves(tmp_path: Path) -> None:

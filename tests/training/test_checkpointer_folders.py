@@ -48,7 +48,7 @@ def test_ranks_whose_folder_is_another_process_are_all_refused(told: list[dict[s
 def test_ranks_pass_over_the_file_of_another_program(told: list[dict[str, Any]]) -> None:
     for step, warning in (rank["by_hand"] for rank in told):
         assert step == 1
-        assert "step-00000002.pt is no checkpoint of a Checkpointer's" in warning
+        assert "step-00000002.pt is no checkpoint of a Checkpointer" in warning
 
 
 def test_a_signal_to_one_rank_ends_all_with_the_checkpoint(told: list[dict[str, Any]]) -> None:
@@ -244,7 +244,7 @@ def test_links_are_checkpoints(tmp_path: Path) -> None:
 def test_the_first_save_makes_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "typo" / "run"
     with Checkpointer(folder, {"x": 1}) as checkpointer:
-        with pytest.warns(UserWarning, match=f"^{folder} does not exist, nor does the folder"):
+        with pytest.warns(UserWarning, match=f"^{folder} does not exist, nor does its parent"):
             assert checkpointer.resume() == 0
         assert not folder.parent.exists()
         folder.parent.mkdir()

@@ -106,7 +106,7 @@ def test_per_rank_of_one_process(tmp_path: Path) -> None:
         assert checkpointer.resume() == 1
     assert (second.at, second.order.tolist(), mine["n"]) == (7, [2, 0, 1], 4)
     with Checkpointer(tmp_path, {"x": 0}, per_rank={"other": Loader()}) as checkpointer:
-        with pytest.raises(LoadMismatchError, match="no other of this rank"):
+        with pytest.raises(LoadMismatchError, match="no other for this rank"):
             checkpointer.resume()
         assert checkpointer.resume(strict=False) == 1
         report = checkpointer.resumed
@@ -155,6 +155,6 @@ def test_many_ranks(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, {"loose": torch.zeros(3)}) as checkpointer:
         checkpointer.resume(only=["loose"])  # without a warning: no generators are restored
     (alone,) = (json.loads(out) for out in ranks.run("ranks_partial", 1, tmp_path, "again"))
-    assert "it is of another number of ranks" in alone["refused"]
+    assert "by another number of ranks" in alone["refused"]
     assert alone["missing"] == ["loader"]
     assert alone["loader"] == 0

@@ -1,6 +1,6 @@
-"""Proving what is on the disk: every checksum and the whole structure of a checkpoint.
+"""Verifying checkpoints: every checksum and the whole structure.
 
-Nothing is unpickled and torch is not needed. Files that stock torch wrote verify, too.
+Nothing is unpickled and torch is not needed. Files that stock torch wrote can be verified, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from time import perf_counter
 
-from fastserial.checkpoints.dcp_folder import is_dcp_folder
 from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.file_list import FILE_LIST, is_file_list, verify_file_list
 from fastserial.checkpoints.verify.folder import verify_folder
@@ -33,8 +32,9 @@ from fastserial.formats.container import (
     SafetensorsContainer,
     detect,
     format_of_head,
+    is_dcp_folder,
 )
-from fastserial.formats.source import DescriptorSource, Source
+from fastserial.formats.source import DescriptorSource
 from fastserial.interrupts import Descriptors
 
 __all__ = ["Problem", "VerifyReport", "checkpoints_in", "refuse_damaged", "verify"]
@@ -44,7 +44,7 @@ _REASONS = {
     Format.FOLDER: "a directory: verify the files in it (`checkpoints_in`)",
     Format.SHARD: f"{Format.SHARD.value}: verify its folder",
 }
-_STAYS = 0.01  # of a file: a page or two that another process reads meanwhile does not matter
+_STAYS = 0.01  # of a file, for pages that another process reads meanwhile
 _OTHERS = (".distcp", ".npz", ".zip", ".whl", ".jar", ".tmp")
 
 
@@ -53,10 +53,13 @@ def verify(
 ) -> VerifyReport:
     """Check a checkpoint: CRC-32 of every record, and the structure of the container.
 
-    Legacy and safetensors files have no checksums; their structure is checked, which the report
-    says. In a folder of torch.distributed.checkpoint every item of every file is checked. Of a list
-    of files (an index of shards, `fastserial_complete.json`, torch_checkpointing's `metadata.pkl`)
-    it is checked whether they are there.
+        report = fastserial.verify("ckpt.pt", cold=True)
+        assert report.ok, report
+
+    Legacy and safetensors files have no checksums: only their structure is checked, and the report
+    says so. In a folder of torch.distributed.checkpoint every item of every file is checked. The
+    files that a list names (an index of shards, `fastserial_complete.json`, torch_checkpointing's
+    `metadata.pkl`) must exist.
 
     Args:
         path: the file, or the folder.
@@ -66,8 +69,6 @@ def verify(
     Returns:
         What was found. Damage is reported, never raised; so is a file that cannot be read.
 
-    Example:
-        `verify("ckpt.pt", cold=True).ok` right after a save tells whether the device has kept it.
     """
     return _verify(os.fspath(path), None, config or current(), cold)
 
@@ -86,7 +87,7 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
             before = os.fstat(fd)
             findings.nbytes, seen = before.st_size, stamp(fd, before)
             found = detect(fd, name)
-            if found is Format.FOLDER and is_dcp_folder(name):
+            if found is Format.DCP:
                 verify_folder(name, settings, findings)
             else:
                 _verify_file(fd, name, found, settings, findings)
@@ -119,20 +120,50 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
 
 
 def _verify_file(fd: int, name: str, found: Format, settings: Config, findings: Findings) -> None:
-    source = DescriptorSource(fd)
     if found in (Format.ZIP, Format.DAMAGED_ZIP):
         verify_zip(FilePart(fd, name, settings), findings)
-    elif found is Format.LEGACY:
+    elif found in (Format.LEGACY, Format.SAFETENSORS):
         findings.format = found.value
-        findings.records = _verify_legacy(source, findings)
-    elif found is Format.SAFETENSORS:
-        findings.format = found.value
-        findings.records = _verify_safetensors(source, findings)
+        findings.note(f"{found.value} files have no checksums: structure only")
+        _verify_structure(fd, found, findings)
     elif found is Format.OTHER and is_file_list(name):
         findings.format = FILE_LIST
         findings.records = verify_file_list(fd, name, findings)
     else:
         findings.reason = _REASONS.get(found, found.value)
+
+
+def _verify_structure(fd: int, found: Format, findings: Findings) -> None:
+    """Check sections, shapes, offsets and sizes of a legacy or safetensors file.
+
+    Raises:
+        UnreadableCheckpointError: its pickles have opcodes that are not read.
+        PickleLimitError: they are larger than the limits.
+        OSError: the file cannot be read.
+    """
+    source = DescriptorSource(fd)
+    try:
+        if found is Format.SAFETENSORS:
+            findings.records = len(SafetensorsContainer(source).outline.storages)
+            return
+        container = LegacyContainer(source)
+        outline = container.outline
+    except TruncatedCheckpointError as error:
+        findings.add(Problem("truncated", error.message, error.record, error.offset))
+        return
+    except CorruptCheckpointError as error:
+        kind = (
+            "directory" if found is Format.SAFETENSORS else "storage" if error.record else "pickle"
+        )
+        findings.add(Problem(kind, error.message, error.record, error.offset))
+        return
+    for key, text in outline.problems.items():
+        findings.add(Problem("pickle", f"tensor {key or '(root)'}: {text}"))
+    end = container.file.end
+    if end != source.size:
+        text = f"{source.size - end} bytes follow the last storage"
+        findings.add(Problem("unaccounted", text, None, end))
+    findings.records = len(outline.storages)
 
 
 def refuse_damaged(
@@ -142,11 +173,11 @@ def refuse_damaged(
 
     Args:
         path: its name.
-        fd: a descriptor of it, which is read afterwards: another file may get the name meanwhile.
+        fd: a descriptor of it, which the caller reads afterwards: the path may change meanwhile.
         config: as for `verify`.
 
     Raises:
-        CorruptCheckpointError: it is damaged; tells the first problem.
+        CorruptCheckpointError: it is damaged; names the first problem.
     """
     report = _verify(os.fspath(path), fd, config or current())
     if report.problems:
@@ -159,11 +190,10 @@ def refuse_damaged(
 def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the checkpoints in a directory and those below, sorted.
 
-    Checkpoints are what starts as one, and what is called like one, and the folders of
-    torch.distributed.checkpoint, whose shards are not yielded then.
-    Directories that cannot be read are yielded, too: `verify` says why. Links to directories are
-    not followed, and links to files only out of the directory; temporary files and other formats
-    are passed over.
+    These are files that begin like a checkpoint or have a suffix of one, and folders of
+    torch.distributed.checkpoint, instead of their shards. Directories that cannot be read are
+    yielded, too: `verify` says why. Links to directories are not followed, links to files only if
+    they lead out of the directory; temporary files and other formats are skipped.
     """
     unread: list[OSError] = []
     inside = os.path.join(os.path.realpath(folder), "")
@@ -194,54 +224,13 @@ def _is_checkpoint(path: str) -> bool:
         return False
 
 
-def _verify_legacy(source: Source, findings: Findings) -> int:
-    """Check sections, storage table and sizes of a legacy file; return its number of storages.
-
-    Raises:
-        UnreadableCheckpointError: its pickles have opcodes that are not read.
-        PickleLimitError: they are larger than the limits.
-        OSError: the file cannot be read.
-    """
-    findings.note("the legacy format has no checksums: structure only")
-    try:
-        container = LegacyContainer(source)
-        found = container.outline
-    except CorruptCheckpointError as error:
-        kind = "truncated" if isinstance(error, TruncatedCheckpointError) else "storage"
-        if error.record is None and kind != "truncated":
-            kind = "pickle"
-        findings.add(Problem(kind, error.message, error.record, error.offset))
-        return 0
-    for key, text in found.problems.items():
-        findings.add(Problem("pickle", f"tensor {key or '(root)'}: {text}"))
-    end = container.file.end
-    if end != source.size:
-        text = f"{source.size - end} bytes follow the last storage"
-        findings.add(Problem("unaccounted", text, None, end))
-    return len(found.storages)
-
-
-def _verify_safetensors(source: Source, findings: Findings) -> int:
-    """Check header, shapes, offsets and the size of the file; return its number of tensors.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    findings.note("safetensors files have no checksums: structure only")
-    try:
-        return len(SafetensorsContainer(source).outline.storages)
-    except CorruptCheckpointError as error:
-        findings.add(Problem("directory", error.message, error.record, error.offset))
-        return 0
-
-
 def _evict(path: str) -> str | None:
     """Write a file, or the files in a folder, to the device, and drop them from the page cache.
 
-    Nothing of them changes. Other programs read them from the device again.
+    Their contents do not change. Other programs then read them from the device again.
 
     Returns:
-        Why not all of it is gone, None if it is.
+        Why some of it stays in the page cache, None if nothing does.
 
     Raises:
         OSError: a file cannot be opened, or its device failed.
@@ -251,7 +240,7 @@ def _evict(path: str) -> str | None:
             fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 continue
-            synced(fd)  # what is not on the device yet cannot be dropped
+            synced(fd)  # dirty pages cannot be dropped
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             if (cached_fraction(fd, 0, os.fstat(fd).st_size) or 0.0) > _STAYS:
                 return (

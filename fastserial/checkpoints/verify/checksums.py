@@ -1,8 +1,7 @@
-"""CRC-32s of what lies in a file, in one pass over it at the speed of the disk."""
+"""CRC-32s of ranges of a file, in one pass over it at the speed of the disk."""
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from fastserial.config.performance import STREAM_CHUNK
 from fastserial.errors import CorruptCheckpointError, TransferAbandonedError
 from fastserial.formats.source import BytesSource, DescriptorSource, Source
 from fastserial.loading.reader import FastFileReader
-from fastserial.loading.sinks import ReadExtent
+from fastserial.loading.sinks import CheckedSink, ReadExtent
 
 __all__ = ["FilePart", "Span"]
 
@@ -41,7 +40,7 @@ class FilePart:
             TruncatedCheckpointError: the file ends before.
         """
         self._fd, self._name, self._start = fd, name, start
-        # any file can be verified, whatever saves are tried with
+        # any file can be verified, whatever engine is configured for saves
         self._config = replace(config, engine="threads", cache="drop", small_file=0)
         self.source: Source = DescriptorSource(fd, start, size)
         self._is_small = self.source.size <= config.block_size
@@ -50,24 +49,26 @@ class FilePart:
                 self.source = BytesSource(self.source.read_at(0, self.source.size))
 
     def checksums(self, spans: Sequence[Span]) -> list[int | OSError | None]:
-        """Return the CRC-32 of each span; why it cannot be read, or None: not all of it is there.
+        """Return the CRC-32 of each span, an error if it cannot be read, None if it is cut short.
 
         Args:
-            spans: in the order of the file; none overlaps another.
+            spans: in the order of the file, without overlaps.
         """
-        end = max((start + nbytes for start, nbytes in spans), default=0)
-        found = _Checksums(spans)
+        if self._is_small:
+            return [self._alone(start, nbytes) for start, nbytes in spans]
+        ledger = CrcLedger([nbytes for _, nbytes in spans], [None] * len(spans))
+        extents = [
+            ReadExtent(self._start + start, nbytes, CheckedSink(None, ledger, index))
+            for index, (start, nbytes) in enumerate(spans)
+        ]
         try:
-            if self._is_small:
-                found.deliver(memoryview(self.source.read_at(0, end)), 0, 0)
-            else:
-                with FastFileReader(self._fd, self._config, self._name) as reader:
-                    reader.read_into([ReadExtent(self._start, end, found)])
+            with FastFileReader(self._fd, self._config, self._name) as reader:
+                reader.read_into(extents)
         except CorruptCheckpointError:  # it became shorter
-            pass
+            ledger.fail()
         except OSError:
             return [self._alone(start, nbytes) for start, nbytes in spans]
-        return [found.crc_of(index) for index in range(len(spans))]
+        return [_crc_of(ledger, index) if nbytes else 0 for index, (_, nbytes) in enumerate(spans)]
 
     def _alone(self, start: int, nbytes: int) -> int | OSError | None:
         """Return the CRC-32 of a span of a file some of which cannot be read."""
@@ -83,31 +84,8 @@ class FilePart:
         return crc
 
 
-class _Checksums:
-    """Takes all bytes from the first on, in any order, from several threads."""
-
-    def __init__(self, spans: Sequence[Span]) -> None:
-        self._spans = spans
-        self._starts = [start for start, _ in spans]
-        self._ledger = CrcLedger([nbytes for _, nbytes in spans], [None] * len(spans))
-
-    def deliver(self, view: memoryview, address: int, start: int) -> None:
-        end = start + len(view)
-        index = max(0, bisect.bisect_right(self._starts, start) - 1)
-        while index < len(self._spans) and self._starts[index] < end:
-            begin, nbytes = self._spans[index]
-            first, last = max(start, begin), min(end, begin + nbytes)
-            if first < last:
-                part = view[first - start : last - start]
-                self._ledger.add(index, first - begin, len(part), crc32(part))
-            index += 1
-
-    def place(self, start: int, length: int) -> None:
+def _crc_of(ledger: CrcLedger, index: int) -> int | None:
+    try:
+        return ledger.wait(index)
+    except TransferAbandonedError:
         return None
-
-    def crc_of(self, index: int) -> int | None:
-        self._ledger.fail()  # nothing comes any more
-        try:
-            return self._ledger.wait(index) if self._spans[index][1] else 0
-        except TransferAbandonedError:
-            return None

@@ -1,4 +1,4 @@
-"""Lists of the files that belong together: whether all of them are there.
+"""Lists of files that belong together: whether all of them exist.
 
 `fastserial_complete.json` (of `CheckpointCallback`) names the files of a checkpoint with their
 sizes; the index of Hugging Face's shards names the file of each tensor; `metadata.pkl` of
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from fastserial.checkpoints.rank_folder import METADATA, find_rank_folder, ranks_said
@@ -29,7 +29,7 @@ _MOST = 1 << 30  # bytes of a list
 
 
 def is_file_list(path: str) -> bool:
-    """Return whether a file is called like a list of files."""
+    """Return whether a file has the name of a list of files."""
     folder, name = os.path.split(path)
     if name == METADATA:
         return find_rank_folder(folder or os.curdir) is not None
@@ -44,12 +44,12 @@ def file_lists_in(folder: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def verify_file_list(fd: int, path: str, findings: Findings) -> int:
-    """Look whether the files that a list names are there, whole as far as the list tells.
+    """Check that the files that a list names exist, with the sizes or tensors that it gives.
 
     Args:
         fd: the list.
         path: its path; the files are in the same folder, or below.
-        findings: where problems go; each names its file.
+        findings: gets the problems; each names its file.
 
     Returns:
         How many files it names.
@@ -69,23 +69,23 @@ def verify_file_list(fd: int, path: str, findings: Findings) -> int:
         entries: Any = json.loads(text)[key]
     except (ValueError, KeyError, TypeError, RecursionError):
         entries = ""
-    if entries is None:  # `CheckpointCallback`: since the folder is written anew
+    if entries is None:  # `CheckpointCallback` writes this while it overwrites the folder
         raise CorruptCheckpointError("a save to this folder was begun and not completed")
     if not isinstance(entries, dict):
         raise CorruptCheckpointError(f"it is no list of files: it has no object {key!r}")
-    if key == "files":
-        _check_sizes(folder, entries, findings)
-        return len(entries)
-    keys_of: dict[str, list[str]] = {}
-    for tensor, name in entries.items():
-        keys_of.setdefault(str(name), []).append(tensor)
+    sizes: dict[str, Any] = entries if key == "files" else {}
+    keys_of: dict[str, list[str]] = {name: [] for name in sizes}
+    if key != "files":
+        for tensor, name in entries.items():
+            keys_of.setdefault(str(name), []).append(tensor)
     for name, keys in sorted(keys_of.items()):
-        _check_shard(folder, name, keys, findings)
+        for kind, message, tensors in _problems(os.path.join(folder, name), sizes.get(name), keys):
+            findings.add(Problem(kind, message, None, None, tuple(tensors), name))
     return len(keys_of)
 
 
 def _check_ranks(folder: str, findings: Findings) -> int:
-    """Compare the files of ranks with how many `metadata.pkl` says there were."""
+    """Compare the files of ranks with the number of ranks in `metadata.pkl`."""
     found = find_rank_folder(folder or os.curdir)
     if found is None:
         return 0
@@ -101,40 +101,34 @@ def _check_ranks(folder: str, findings: Findings) -> int:
     return len(found.files)
 
 
-def _check_sizes(folder: str, sizes: Mapping[str, Any], findings: Findings) -> None:
-    for name, size in sorted(sizes.items()):
-        found = _size(folder, name, findings)
-        if found is not None and found != size:
-            kind = "truncated" if type(size) is int and found < size else "unaccounted"
-            text = f"it has {found} bytes, and had {size} when the checkpoint was complete"
-            findings.add(Problem(kind, text, file=name))
+def _problems(path: str, size: Any, keys: list[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield what is wrong with a file: the kind of problem, its text, the tensors concerned.
 
-
-def _check_shard(folder: str, name: str, keys: list[str], findings: Findings) -> None:
-    if _size(folder, name, findings, keys) is None or not name.endswith(".safetensors"):
-        return
+    Args:
+        path: of the file.
+        size: that it must have (bytes), None if the list gives none.
+        keys: of the tensors that it must have.
+    """
     try:
-        with Descriptors() as opened:
-            fd = opened.open(os.path.join(folder, name), os.O_RDONLY | os.O_NONBLOCK)
-            there = read_header(DescriptorSource(fd)).outline.storages
-    except (OSError, CorruptCheckpointError):
-        return  # the file has a report of its own
-    lacking = [key for key in keys if key not in there]
-    if lacking:
-        text = f"{len(lacking)} of the tensors that the index names are not in the file"
-        findings.add(Problem("missing", text, None, None, tuple(lacking), name))
-
-
-def _size(folder: str, name: str, findings: Findings, keys: Sequence[str] = ()) -> int | None:
-    """Return the size of a file (bytes), None if there is none."""
-    tensors = tuple(keys)
-    try:
-        found = os.stat(os.path.join(folder, name))
+        found = os.stat(path)
     except (OSError, ValueError) as error:
         what = "it is not there" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
-        findings.add(Problem("missing", what, None, None, tensors, name))
-        return None
+        yield "missing", what, keys
+        return
     if not stat.S_ISREG(found.st_mode):
-        findings.add(Problem("missing", "it is no regular file", None, None, tensors, name))
-        return None
-    return found.st_size
+        yield "missing", "it is no regular file", keys
+    elif size is not None and found.st_size != size:
+        kind = "truncated" if type(size) is int and found.st_size < size else "unaccounted"
+        text = f"it has {found.st_size} bytes, and had {size} when the checkpoint was complete"
+        yield kind, text, []
+    elif keys and path.endswith(".safetensors"):
+        try:
+            with Descriptors() as opened:
+                fd = opened.open(path, os.O_RDONLY | os.O_NONBLOCK)
+                there = read_header(DescriptorSource(fd)).outline.storages
+        except (OSError, CorruptCheckpointError):
+            return  # the file has a report of its own
+        lacking = [key for key in keys if key not in there]
+        if lacking:
+            text = f"{len(lacking)} of the tensors that the index names are not in the file"
+            yield "missing", text, lacking

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from math import prod
 
-from fastserial.checkpoints.dcp_folder import list_folder, read_metadata
 from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.checkpoints.verify.zip import verify_zip
@@ -18,16 +17,23 @@ from fastserial.errors import (
     TruncatedCheckpointError,
     UnreadableCheckpointError,
 )
-from fastserial.formats.container import ZipContainer
+from fastserial.formats.container import FolderContainer, ZipContainer
 from fastserial.formats.dcp import Item, Metadata
-from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE, END, END_SIGNATURE, LOCAL_SIGNATURE
+from fastserial.formats.zip.structs import END, END_SIGNATURE, LOCAL_SIGNATURE
 from fastserial.interrupts import Descriptors
 from fastserial.progress import ProgressBar, progress_bar
 
 __all__ = ["verify_folder"]
 
-_DESCRIPTOR_BYTES = 8
 _SHOWN = 3
+_FEWER_BYTES = "it has fewer bytes than its shape says"
+_OF_ANOTHER = "it is that of another checkpoint"
+_EXTENDED = "items went through an extension (a compression): not checked"
+_BARE = "items have no checksum: not checked"
+_OTHER_DTYPE = (
+    "items have another dtype than the metadata says, as after stock's enable_plan_caching; "
+    "dcp.load takes what is in the item"
+)
 
 
 def verify_folder(path: str, config: Config, findings: Findings) -> None:
@@ -37,41 +43,38 @@ def verify_folder(path: str, config: Config, findings: Findings) -> None:
         OSError: the folder cannot be read.
         PickleLimitError: its metadata takes too long to read.
     """
-    found = list_folder(path)
-    findings.nbytes = 0
-    before = _versions(path, found.metadata)
-    for name in (*found.metadata, *found.shards):
-        with contextlib.suppress(FileNotFoundError):
-            findings.nbytes += os.stat(os.path.join(path, name)).st_size
-    if not found.metadata:
+    folder = FolderContainer(path)
+    before = _versions(folder)
+    findings.nbytes = folder.nbytes
+    if not folder.metadata_files:
         findings.add(Problem("missing", "there is none: the save was not completed", ".metadata"))
         return
     needed: set[str] = set()
-    for name in found.metadata:
+    for name in folder.metadata_files:
         try:
-            metadata = read_metadata(path, name)
+            metadata = folder.read_metadata(name)
         except CorruptCheckpointError as error:
             findings.add(Problem("directory", error.message, file=name))
             continue
         except UnreadableCheckpointError as error:
             findings.reason = f"{name}: {error.message}"
             continue
-        findings.format = "dcp"
+        findings.format = folder.format
         _check_metadata(metadata, name, findings)
-        needed |= _Folder(path, metadata, config, findings).check()
-    spare = [name for name in found.shards if name not in needed]
+        needed |= _ItemChecks(path, config, findings).check(metadata.items)
+    spare = [name for name in folder.shards if name not in needed]
     if spare and findings.format is not None:
         shown = ", ".join(spare[:_SHOWN]) + (", ..." if len(spare) > _SHOWN else "")
         findings.note(f"{len(spare)} files belong to no checkpoint that torch loads: {shown}")
-    findings.changed = _versions(path, found.metadata) != before
+    findings.changed = _versions(folder) != before
 
 
-def _versions(path: str, names: list[str]) -> list[tuple[int, int] | None]:
-    """Return what tells a file from the one that replaces it."""
+def _versions(folder: FolderContainer) -> list[tuple[int, int] | None]:
+    """Return what distinguishes each metadata file from one that replaces it."""
     found: list[tuple[int, int] | None] = []
-    for name in names:
+    for name in folder.metadata_files:
         try:
-            state = os.stat(os.path.join(path, name))
+            state = os.stat(os.path.join(folder.path, name))
         except FileNotFoundError:
             found.append(None)
         else:
@@ -80,93 +83,75 @@ def _versions(path: str, names: list[str]) -> list[tuple[int, int] | None]:
 
 
 def _check_metadata(metadata: Metadata, name: str, findings: Findings) -> None:
-    """Look whether all parts of all tensors have a place, and make up the tensors."""
+    """Check that all chunks have a location, and that they cover their tensors."""
     for item in metadata.missing:
-        findings.add(Problem("missing", "its place is not told", item, file=name))
+        findings.add(Problem("missing", "the metadata has no location for it", item, file=name))
     for key, stored in metadata.tensors.items():
         held = sum(prod(chunk.sizes) for chunk in stored.chunks)
         if held != prod(stored.shape):
-            text = f"its parts have {held} elements, the tensor {prod(stored.shape)}"
+            text = f"its chunks have {held} elements, the tensor {prod(stored.shape)}"
             findings.add(Problem("missing", text, key, None, (key,), name))
     if not metadata.ours:
         findings.note(f"{name} has no checksum: fastserial did not write it")
 
 
 @dataclass(slots=True)
-class _Folder:
-    """Checks the files that a `.metadata` names."""
+class _ItemChecks:
+    """Checks the items of a metadata file; `counts` says how often each note applies."""
 
     path: str
-    metadata: Metadata
     config: Config
     findings: Findings
-    extended: int = 0
-    bare: int = 0
-    other_dtypes: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
 
-    def check(self) -> set[str]:
-        """Check all files; return their names."""
+    def check(self, items: list[Item]) -> set[str]:
+        """Check all items; return the names of their files."""
         files: dict[str, list[Item]] = {}
-        for item in self.metadata.items:
+        for item in items:
             files.setdefault(item.file, []).append(item)
         bar = progress_bar(self.config.progress, self.path)
-        bar.expect(sum(item.length for item in self.metadata.items))
+        bar.expect(sum(item.length for item in items))
         try:
-            self._check_files(files, bar)
+            for name, inside in sorted(files.items()):
+                self.findings.records += len(inside)
+                self._check_file(name, sorted(inside, key=lambda item: item.offset), bar)
         finally:
             bar.close()
-        if self.extended:
-            self.findings.note(
-                f"{self.extended} items went through an extension (a compression): not checked"
-            )
-        if self.bare:
-            self.findings.note(f"{self.bare} items have no checksum: not checked")
-        if self.other_dtypes:
-            self.findings.note(
-                f"{self.other_dtypes} items have another dtype than the metadata says, as after "
-                "stock's enable_plan_caching; dcp.load takes what is in the item"
-            )
-        self.findings.unchecked += self.extended + self.bare
+        for text in (_EXTENDED, _BARE, _OTHER_DTYPE):
+            if self.counts[text]:
+                self.findings.note(f"{self.counts[text]} {text}")
+        self.findings.unchecked += self.counts[_EXTENDED] + self.counts[_BARE]
         return set(files)
 
-    def _check_files(self, files: dict[str, list[Item]], bar: ProgressBar) -> None:
-        for name, items in sorted(files.items()):
-            self.findings.records += len(items)
-            if os.path.basename(name) != name:
-                text = "the metadata names a file outside of the folder"
-                self.findings.add(Problem("directory", text, None, file=name))
-                continue
-            try:
-                with Descriptors() as opened:
-                    path = os.path.join(self.path, name)
-                    fd = opened.open(path, os.O_RDONLY | os.O_NONBLOCK)
-                    self._check_file(fd, sorted(items, key=lambda item: item.offset), bar)
-            except FileNotFoundError:
-                keys = tuple(dict.fromkeys(item.key for item in items))
-                text = f"it is not there, and {len(items)} items are in it"
-                self.findings.add(Problem("missing", text, None, None, keys, name))
-            except OSError as error:
-                text = f"it cannot be read: {error.strerror}"
-                self.findings.add(Problem("read", text, None, file=name))
-
-    def _check_file(self, fd: int, items: list[Item], bar: ProgressBar) -> None:
-        size = os.fstat(fd).st_size
-        for item in items:
-            bar.update(item.length)
-            if item.offset + item.length > size:
-                text = f"the file ends at {size}, before the item does"
-                self._add(item, "truncated", text)
-            elif item.is_extended:
-                self.extended += 1
-            else:
-                self._check_item(fd, item)
+    def _check_file(self, name: str, items: list[Item], bar: ProgressBar) -> None:
+        add = self.findings.add
+        if os.path.basename(name) != name:
+            text = "the metadata names a file outside of the folder"
+            add(Problem("directory", text, file=name))
+            return
+        try:
+            with Descriptors() as opened:
+                fd = opened.open(os.path.join(self.path, name), os.O_RDONLY | os.O_NONBLOCK)
+                size = os.fstat(fd).st_size
+                for item in items:
+                    bar.update(item.length)
+                    if item.offset + item.length > size:
+                        text = f"the file ends at {size}, before the item does"
+                        self._add(item, "truncated", text)
+                    elif item.is_extended:
+                        self.counts[_EXTENDED] += 1
+                    else:
+                        self._check_item(fd, item)
+        except FileNotFoundError:
+            keys = tuple(dict.fromkeys(item.key for item in items))
+            text = f"it is not there, and {len(items)} items are in it"
+            add(Problem("missing", text, None, None, keys, name))
+        except OSError as error:
+            add(Problem("read", f"it cannot be read: {error.strerror}", file=name))
 
     def _add(self, item: Item, kind: str, message: str, offset: int = 0) -> None:
-        keys = (item.key,)
         where = item.offset + offset
-        self.findings.add(Problem(kind, message, item.name, where, keys, item.file))
-
-    # -- one item ------------------------------------------------------------------------------
+        self.findings.add(Problem(kind, message, item.name, where, (item.key,), item.file))
 
     def _check_item(self, fd: int, item: Item) -> None:
         config = replace(self.config, progress=False)  # all items have one bar
@@ -175,12 +160,12 @@ class _Folder:
         except TruncatedCheckpointError:
             self._add(item, "truncated", "the file became shorter")
             return
-        source, last = held.source, max(0, item.length - END.size)
-        head = source.read_at(0, min(len(LOCAL_SIGNATURE), item.length))
-        tail = source.read_at(last, item.length - last)
+        last = max(0, item.length - END.size)
+        head = held.source.read_at(0, min(len(LOCAL_SIGNATURE), item.length))
+        tail = held.source.read_at(last, item.length - last)
         is_archive = head == LOCAL_SIGNATURE or tail.startswith(END_SIGNATURE)
-        if (item.nbytes or 0) > item.length and not (is_archive and _says_itself(item)):
-            self._add(item, "storage", "it has not as many bytes as its shape says")
+        if (item.nbytes or 0) > item.length and not (is_archive and _is_self_describing(item)):
+            self._add(item, "storage", _FEWER_BYTES)
         elif is_archive:
             self._check_archive(held, item)
         else:
@@ -189,14 +174,14 @@ class _Folder:
     def _check_bytes(self, held: FilePart, item: Item) -> None:
         """Compare the CRC-32 of an item that is no archive."""
         known = item.known
-        is_unknown = item.chunk is not None and item.nbytes is None  # a dtype that we do not know
-        if known is None or known.crc is None or is_unknown:
-            self.bare += 1
+        has_unknown_dtype = item.chunk is not None and item.nbytes is None
+        if known is None or known.crc is None or has_unknown_dtype:
+            self.counts[_BARE] += 1
             return
         length = item.length if item.nbytes is None or known.start is None else item.nbytes
         start = known.start or 0
         if start + length > item.length:
-            self._add(item, "storage", "it has not as many bytes as its shape says")
+            self._add(item, "storage", _FEWER_BYTES)
             return
         (crc,) = held.checksums([(start, length)])
         if isinstance(crc, OSError):
@@ -225,42 +210,35 @@ class _Folder:
             self._add(item, problem.kind, where + problem.message, problem.offset or 0)
         self.findings.checked_bytes += found.checked_bytes
         if found.unchecked and not found.found:
-            self.bare += 1
+            self.counts[_BARE] += 1
 
     def _compare(self, held: FilePart, item: Item) -> None:
-        """Compare what is in a whole archive with what the metadata says of it."""
-        known, source = item.known, held.source
+        """Compare a whole archive with what the metadata says of it."""
+        crc = item.known.crc if item.known is not None else None
         if item.chunk is None:
-            if known is not None and known.crc is not None:
-                (crc,) = held.checksums([(0, source.size)])
-                mismatch = crc_mismatch(None if isinstance(crc, OSError) else crc, known.crc)
-                if mismatch is not None:
-                    self._add(item, "checksum", f"{_OF_ANOTHER}: {mismatch}")
+            found = held.checksums([(0, held.source.size)])[0] if crc is not None else crc
+            self._compare_crc(item, None if isinstance(found, OSError) else found, crc)
             return
-        outline = ZipContainer(source).outline
-        tensors = outline.tensors if not outline.notes else []
-        if len(tensors) == 1 and not tensors[0].key:
-            one = tensors[0]
-            if one.shape == item.chunk.sizes and one.dtype != item.dtype and _says_itself(item):
-                self.other_dtypes += 1
-                return
-            if (one.dtype, one.shape) != (item.dtype, item.chunk.sizes):
-                text = f"{_OF_ANOTHER}: a {one.dtype} {list(one.shape)}, the metadata says"
-                self._add(item, "storage", f"{text} {item.dtype} {list(item.chunk.sizes)}")
-                return
-        if known is None or known.start is None or not known.crc or not item.nbytes:
-            return
-        end = known.start + item.nbytes
-        descriptor = source.read_at(end, min(_DESCRIPTOR_BYTES, source.size - end))
-        crc = int.from_bytes(descriptor[len(DESCRIPTOR_SIGNATURE) :], "little")
-        mismatch = crc_mismatch(crc, known.crc)
-        if descriptor.startswith(DESCRIPTOR_SIGNATURE) and mismatch is not None:
+        outline = ZipContainer(held.source).outline
+        if outline.notes or [tensor.key for tensor in outline.tensors] != [""]:
+            return  # only torch knows how the tensor is saved
+        (tensor,) = outline.tensors
+        if tensor.shape == item.chunk.sizes and tensor.dtype == item.dtype:
+            storage = outline.storages.get(tensor.storage or "")
+            if storage is not None and storage.crc is not None and crc and item.nbytes:
+                self._compare_crc(item, storage.crc, crc)
+        elif tensor.shape == item.chunk.sizes and _is_self_describing(item):
+            self.counts[_OTHER_DTYPE] += 1
+        else:
+            text = f"a {tensor.dtype} {list(tensor.shape)}, the metadata says {item.dtype}"
+            self._add(item, "storage", f"{_OF_ANOTHER}: {text} {list(item.chunk.sizes)}")
+
+    def _compare_crc(self, item: Item, found: int | None, expected: int | None) -> None:
+        mismatch = crc_mismatch(found, expected) if expected is not None else None
+        if mismatch is not None:
             self._add(item, "checksum", f"{_OF_ANOTHER}: {mismatch}")
 
 
-_OF_ANOTHER = "it is that of another checkpoint"
-
-
-def _says_itself(item: Item) -> bool:
-    """Return whether who loads an item looks into it for what it is."""
+def _is_self_describing(item: Item) -> bool:
+    """Return whether a load takes dtype and shape from the item, not from the metadata."""
     return item.known is None or item.known.start is None

@@ -1,4 +1,4 @@
-"""What verification found."""
+"""The results of a verification."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST = 1000
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Problem(BoundedRepr):
-    """One thing that is wrong.
+    """One problem of a checkpoint.
 
     Attributes:
         kind: `checksum`, `header`, `descriptor`, `directory`, `id`, `pickle`, `storage`,
@@ -23,8 +23,8 @@ class Problem(BoundedRepr):
         message: what, in a sentence.
         record: the record (zip), storage (legacy) or item (DCP), None if it is the container.
         offset: where in the file (bytes), None where unknown.
-        tensors: keys of the tensors in that record, as far as the pickle says.
-        file: which one of a folder, None if the checkpoint is a file.
+        tensors: keys of the tensors in that record, as far as the pickle gives them.
+        file: its name in a folder, None if the checkpoint is a file.
     """
 
     kind: str
@@ -37,10 +37,10 @@ class Problem(BoundedRepr):
 
 @dataclass(slots=True)
 class Findings:
-    """What is found while a checkpoint is verified; the first thousand problems are kept.
+    """Results so far while a checkpoint is verified; the first thousand problems are kept.
 
     Attributes:
-        problems, notes: what is wrong, and what is worth saying but no damage.
+        problems, notes: what is wrong, and what is worth mentioning but no damage.
         found: how many problems there were.
         format: such as `zip`, None if it is not known.
         records: how many records, storages, tensors, items or files there are.
@@ -48,7 +48,7 @@ class Findings:
         unchecked: records or items without one.
         nbytes: of the file, or of all files of a folder.
         changed: it was written to, or another checkpoint was completed meanwhile.
-        reason: why it cannot be told whether it is whole, None if it can.
+        reason: why it cannot be decided whether it is whole, None if it can.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -63,13 +63,13 @@ class Findings:
     reason: str | None = None
 
     def add(self, problem: Problem) -> None:
-        """Enter a problem."""
+        """Add a problem."""
         self.found += 1
         if len(self.problems) < _MOST:
             self.problems.append(problem)
 
     def note(self, text: str) -> None:
-        """Enter something worth saying that is no damage."""
+        """Add something worth mentioning that is no damage."""
         self.notes.append(text)
 
 
@@ -80,8 +80,8 @@ class VerifyReport(BoundedRepr):
     Attributes:
         path: the file, the folder of torch.distributed.checkpoint, or the list of files.
         status: `ok`: whole, and a checkpoint or another archive of torch; `damaged`: some reader
-            gets other bytes than were written, or torch cannot load it; `unreadable` if it cannot
-            be told (no permission, or no checkpoint: an archive like that is checked all the same).
+            gets other bytes than were written, or torch cannot load it; `unreadable`: it cannot be
+            decided (no permission, or no checkpoint; other archives are checked, too).
         format: `zip`, `legacy`, `safetensors`, `dcp`, `file list` or None.
         bytes: size of the file, or of the folder's files.
         seconds: time it took.
@@ -91,7 +91,7 @@ class VerifyReport(BoundedRepr):
         unchecked: records without a checksum.
         problems: what is wrong, at most 1000.
         found: how many problems there are.
-        notes: what is worth saying but no damage.
+        notes: what is worth mentioning but no damage.
     """
 
     path: str

@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 import pickletools
 import re
-import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 
 from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.report import Findings, Problem
@@ -27,6 +25,7 @@ from fastserial.formats.tensors import Outline, zip_outline
 from fastserial.formats.zip import structs
 from fastserial.formats.zip.directory import (
     Directory,
+    LocalHeader,
     RecordEntry,
     parse_local_header,
     read_directory,
@@ -37,8 +36,7 @@ from fastserial.formats.zip.structs import DEFLATED, FIELD, LOCAL, U16, U32, UTF
 
 __all__ = ["verify_zip"]
 
-_HEAD = 8  # bytes of a record that may look like a data descriptor
-_LONGEST_TAIL = 128 * 1024
+_HEAD = 8  # bytes of a record that may resemble a data descriptor
 _PLAIN = (0, 0, 0, 0, 0, 0, 0)
 _IS_FOLDER = 0x10  # in the external attributes
 _DEFLATED = (0, 20, 0, 0, 0, 0, 0)  # the code in a TorchScript archive
@@ -65,7 +63,7 @@ def verify_zip(archive: FilePart, findings: Findings) -> None:
         torch_made = _is_torch_made(source, directory)
         if not torch_made:
             directory = read_directory(source)
-    except UnreadableCheckpointError as error:  # it may be whole: that cannot be told
+    except UnreadableCheckpointError as error:  # it may be whole: that cannot be decided
         findings.reason = error.message
         return
     except CorruptCheckpointError as error:
@@ -74,21 +72,12 @@ def verify_zip(archive: FilePart, findings: Findings) -> None:
         return
     records = directory.in_file_order()
     findings.records = len(records)
-    if torch_made:
-        entries = _check_entries(directory)
-    else:
-        entries = chain(_check_entries_loosely(directory), _check_local_headers(source, directory))
-    for problem in entries:
-        findings.add(problem)
-    for problem in _check_end(directory, _tail(source, directory), torch_made):
-        findings.add(problem)
     crcs = archive.checksums([(record.data_offset, record.compressed_size) for record in records])
-    problems: list[Problem] = []
-    if torch_made:
-        problems += _check_gaps(source, directory)
-        if directory.end.trailing:
-            findings.note(f"{directory.end.trailing} bytes after the end of the archive")
+    check = _compare_with_torch if torch_made else _check_loosely
+    problems = list(check(source, directory))
     id_problem = _check_id(source, records) if torch_made else None
+    if torch_made and directory.end.trailing:
+        findings.note(f"{directory.end.trailing} bytes after the end of the archive")
     outline = _outline(source, directory, findings)
     for record, stored in zip(records, crcs, strict=True):
         crc = _inflated_crc(source, record) if record.method == DEFLATED else stored
@@ -105,7 +94,7 @@ def verify_zip(archive: FilePart, findings: Findings) -> None:
     closed = sum(not record.is_readable for record in records)
     if closed:
         findings.note(
-            f"{closed} records are encrypted, or compressed in a way unknown: not checked"
+            f"{closed} records are encrypted, or compressed with an unknown method: not checked"
         )
     if findings.unchecked > closed:
         without = findings.unchecked - closed
@@ -114,41 +103,15 @@ def verify_zip(archive: FilePart, findings: Findings) -> None:
         findings.note("not laid out by torch: only the records were checked")
 
 
-def _tail(source: Source, directory: Directory) -> bytes:
-    """Return what follows the central directory, or the end of it if that is a lot."""
-    start = directory.end.directory_offset + directory.end.directory_size
-    start = max(start, directory.size - _LONGEST_TAIL)
-    return source.read_at(start, directory.size - start)
-
-
-def _check_gaps(source: Source, directory: Directory) -> Iterator[Problem]:
-    """Check the bytes before, between and after the data of records that torch wrote."""
-    records = directory.in_file_order()
-    pairs = zip((None, *records), (*records, None), strict=True)
-    for before, after in pairs:
-        start = before.data_end if before is not None else 0
-        end = after.data_offset if after is not None else directory.end.directory_offset
-        if end - start > _LONGEST_GAP:
-            yield Problem("unaccounted", f"{end - start} bytes belong to no record", None, start)
-            continue
-        try:
-            data = source.read_at(start, end - start)
-        except OSError as error:
-            text = f"{end - start} bytes cannot be read: {error.strerror}"
-            yield Problem("read", text, None, start)
-        else:
-            yield from _check_gap(before, after, data, start)
-
-
 def _check_record(
     record: RecordEntry, crc: int | OSError | None, has_id: bool, findings: Findings
 ) -> Iterator[Problem]:
-    """Compare the CRC-32 of a record; count it.
+    """Compare and count the CRC-32 of a record.
 
     Args:
-        crc: of its bytes, or why there is none.
-        has_id: the serialization id is right, or there is none: it says which have no checksum.
-        findings: counts.
+        crc: of its bytes, or the error that prevented reading them.
+        has_id: the serialization id is right, or missing: it proves that a record has no checksum.
+        findings: gets the counts.
     """
     if not (record.size or record.compressed_size):
         return
@@ -178,7 +141,7 @@ def _with_tensors(problem: Problem, outline: Outline | None) -> Problem:
 
 
 def _check_id(source: Source, records: Sequence[RecordEntry]) -> Problem | None:
-    """Compare the serialization id, which torch makes from all CRCs, with the directory's CRCs.
+    """Compare the serialization id, which torch derives from all CRCs, with the directory's CRCs.
 
     Args:
         records: in the order of the file.
@@ -189,7 +152,7 @@ def _check_id(source: Source, records: Sequence[RecordEntry]) -> Problem | None:
     text = source.read_at(record.data_offset, record.size)
     if text[20:] == _expected_id(records, {}).encode():
         return None
-    heads = {  # some may begin like a data descriptor, which torch takes for one
+    heads = {  # data that begins like a descriptor changes the id
         index: source.read_at(one.data_offset, _HEAD)
         for index, one in enumerate(records)
         if one.compressed_size >= _HEAD
@@ -206,7 +169,7 @@ def _check_id(source: Source, records: Sequence[RecordEntry]) -> Problem | None:
 
 
 def _outline(source: Source, directory: Directory, findings: Findings) -> Outline | None:
-    """Return what the pickle says; what it does not say is noted, or a problem."""
+    """Return what the pickle describes; a pickle that cannot be parsed is noted, or a problem."""
     try:
         outline = zip_outline(source, directory)
     except (CheckpointFileError, PickleLimitError) as error:
@@ -224,21 +187,21 @@ def _outline(source: Source, directory: Directory, findings: Findings) -> Outlin
 
 
 def _check_names(directory: Directory, findings: Findings) -> None:
-    """Look for records of one name, as torch compares them: programs take one or another."""
+    """Find records with one name, as torch compares names: readers use one or another."""
     first: dict[bytes, RecordEntry] = {}
     for record in directory.records:
         other = first.setdefault(record.full_name.lower(), record)
         if (other.size, other.crc) == (record.size, record.crc):
             continue
         if is_part(record.name) or is_part(other.name):
-            message = "several records bear this name and differ: readers take one or another"
+            message = "several records have this name and differ: readers take one or another"
             findings.add(Problem("directory", message, record.name, record.header_offset))
         else:
-            findings.note(f"several records bear the name {record.name}")
+            findings.note(f"several records have the name {record.name}")
 
 
 def _check_storages(outline: Outline, findings: Findings) -> None:
-    """Compare the records' sizes with those of the storages that the pickle speaks of."""
+    """Compare the records' sizes with those of the storages in the pickle."""
     for key, entry in outline.storages.items():
         name, size = f"data/{key}", entry.held
         if entry.record and size >= entry.nbytes:
@@ -290,8 +253,8 @@ def _flags(record: RecordEntry) -> int:
 def _is_torch_made(source: Source, directory: Directory) -> bool:
     """Return whether torch wrote the archive, and nobody changed it since.
 
-    Most entries look like torch's then, and no other bears a date that its local header bears,
-    too: that is no damage, but another program's work.
+    Then most entries look like torch's, and no other entry has the date of its local header: such a
+    date is no damage, but the work of another program.
 
     Raises:
         OSError: the file cannot be read.
@@ -314,83 +277,12 @@ def _is_dated(source: Source, record: RecordEntry) -> bool:
     return header.name == record.full_name and header.when == when
 
 
-def _check_entries(directory: Directory) -> Iterator[Problem]:
-    """Compare the directory's entries with what torch writes into them."""
-    for record in directory.records:
-        sound = _is_plain(record) and (record.size > 0 or record.crc == 0)
-        wide = structs.zip64_field(record.size, record.compressed_size, record.header_offset)
-        if not sound or record.extra != wide:
-            yield Problem("directory", "fields of its entry are damaged", record.name)
-
-
-def _check_entries_loosely(directory: Directory) -> Iterator[Problem]:
-    """Look for entries of other writers for which torch's reader does not read the data."""
-    for record in directory.records:
-        disk, _, attributes = record.stamp[4:]
-        if disk not in (0, 1):
-            text = "its entry says that it is in another part of the archive"
-            yield Problem("directory", text, record.name)
-        elif attributes & _IS_FOLDER and record.size:
-            yield Problem("directory", "its entry says that it is a folder", record.name)
-
-
-def _check_local_headers(source: Source, directory: Directory) -> Iterator[Problem]:
-    """Compare the local headers that other writers made with the directory; torch reads both.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    for record in directory.records:
-        data = source.read_at(record.header_offset, record.data_offset - record.header_offset)
-        header = parse_local_header(data, record.name)
-        sizes = [header.size, header.compressed_size]
-        wide = structs.zip64_values(header.extra)
-        for index, size in enumerate(sizes):
-            if size == U32 and wide:
-                sizes[index] = wide.pop(0)
-        told = (header.crc, *sizes)
-        if header.method != record.method or (header.flags ^ record.flags) & structs.REFUSED:
-            text = "its local header has another compression than the directory"
-        elif header.flags & structs.HAS_DESCRIPTOR:
-            continue  # sizes and CRC follow the data
-        elif told != (record.crc, record.size, record.compressed_size):
-            text = "its local header holds other sizes or another CRC than the directory"
-        else:
-            continue
-        yield Problem("header", text, record.name, record.header_offset)
-
-
-def _check_end(directory: Directory, tail: bytes, torch_made: bool) -> Iterator[Problem]:
-    """Check the records after the central directory.
-
-    Args:
-        directory: what was read.
-        tail: what follows it, or its end.
-        torch_made: hold it against what torch writes, byte for byte.
-    """
-    end = directory.end
-    if torch_made:
-        start = end.directory_offset + end.directory_size
-        if tail[: structs.END_BYTES] != structs.end_records(
-            len(directory.records), end.directory_size, end.directory_offset
-        ):
-            yield Problem(
-                "directory", "the records at the end of the file are damaged", None, start
-            )
-        return
-    if not end.agrees:
-        yield Problem("directory", "the end records disagree", None, end.offset)
-    (comment,) = struct.unpack_from("<H", tail, len(tail) - end.trailing - 2)
-    if comment > end.trailing:
-        yield Problem("truncated", "its comment is cut short", None, end.offset)
-
-
 def _expected_id(records: Sequence[RecordEntry], heads: Mapping[int, bytes]) -> str:
     """Return the second half of the serialization id (20 digits), from the directory's CRCs.
 
     Args:
         records: in the order of the file.
-        heads: first 8 bytes of records, by index; of those that begin like a data descriptor.
+        heads: first 8 bytes of records, by index.
     """
     combined = 0
     for index, record in enumerate(records):
@@ -403,17 +295,48 @@ def _expected_id(records: Sequence[RecordEntry], heads: Mapping[int, bytes]) -> 
     return f"{combined:020d}"
 
 
-# -- between the records -------------------------------------------------------------------------
+# -- the structure ---------------------------------------------------------------------------------
+
+
+def _compare_with_torch(source: Source, directory: Directory) -> Iterator[Problem]:
+    """Compare all bytes except the data with those that torch writes.
+
+    Raises:
+        OSError: the end of the file cannot be read.
+    """
+    for record in directory.records:
+        wide = structs.zip64_field(record.size, record.compressed_size, record.header_offset)
+        sound = _is_plain(record) and record.extra == wide and (record.size or not record.crc)
+        if not sound:
+            yield Problem("directory", "fields of its entry are damaged", record.name)
+    size, offset = directory.end.directory_size, directory.end.directory_offset
+    expected = structs.end_records(len(directory.records), size, offset)
+    start = offset + size
+    if source.read_at(start, min(len(expected), directory.size - start)) != expected:
+        yield Problem("directory", "the records at the end of the file are damaged", None, start)
+    records = directory.in_file_order()
+    for before, after in zip((None, *records), (*records, None), strict=True):
+        start = before.data_end if before is not None else 0
+        end = after.data_offset if after is not None else offset
+        if end - start > _LONGEST_GAP:
+            yield Problem("unaccounted", f"{end - start} bytes belong to no record", None, start)
+            continue
+        try:
+            data = source.read_at(start, end - start)
+        except OSError as error:
+            text = f"{end - start} bytes cannot be read: {error.strerror}"
+            yield Problem("read", text, None, start)
+        else:
+            yield from _check_gap(before, after, data, start)
 
 
 def _check_gap(
     before: RecordEntry | None, after: RecordEntry | None, data: bytes, start: int
 ) -> Iterator[Problem]:
-    """Compare what lies between two records with what torch writes there, byte for byte.
+    """Compare the bytes between two records with what torch writes there.
 
     Args:
-        before: the record whose data ends where `data` starts.
-        after: the record whose data starts where `data` ends.
+        before, after: the records whose data ends where `data` starts, and starts where it ends.
         data: the bytes.
         start: their offset in the file.
     """
@@ -443,6 +366,52 @@ def _header(record: RecordEntry, length: int) -> bytes | None:
         return None
     kind = record.flags, record.method, record.stamp[1]
     return structs.local_header(record.full_name, record.size, record.header_offset, padding, *kind)
+
+
+def _check_loosely(source: Source, directory: Directory) -> Iterator[Problem]:
+    """Check what torch's reader uses of an archive of another writer.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    for record in directory.records:
+        disk, _, attributes = record.stamp[4:]
+        if disk not in (0, 1):
+            text = "its entry says that it is in another part of the archive"
+            yield Problem("directory", text, record.name)
+        elif attributes & _IS_FOLDER and record.size:
+            yield Problem("directory", "its entry says that it is a folder", record.name)
+        data = source.read_at(record.header_offset, record.data_offset - record.header_offset)
+        contradiction = _contradiction(parse_local_header(data, record.name), record)
+        if contradiction:
+            yield Problem("header", contradiction, record.name, record.header_offset)
+    end = directory.end
+    if not end.agrees:
+        yield Problem("directory", "the end records disagree", None, end.offset)
+    if (
+        int.from_bytes(source.read_at(end.offset + structs.END.size - 2, 2), "little")
+        > end.trailing
+    ):
+        yield Problem("truncated", "its comment is cut short", None, end.offset)
+
+
+def _contradiction(header: LocalHeader, record: RecordEntry) -> str | None:
+    """Return what differs between a local header and the directory; torch reads both."""
+    if header.method != record.method or (header.flags ^ record.flags) & structs.REFUSED:
+        return "its local header has another compression than the directory"
+    if header.flags & structs.HAS_DESCRIPTOR:
+        return None  # sizes and CRC follow the data
+    wide = structs.zip64_values(header.extra)
+    sizes = [
+        wide.pop(0) if size == U32 and wide else size
+        for size in (header.size, header.compressed_size)
+    ]
+    if (header.crc, *sizes) == (record.crc, record.size, record.compressed_size):
+        return None
+    return "its local header holds other sizes or another CRC than the directory"
+
+
+# -- what the archive is for -----------------------------------------------------------------------
 
 
 def _check_purpose(source: Source, directory: Directory, findings: Findings) -> str | None:
@@ -480,7 +449,7 @@ def _checkpoint(source: Source, directory: Directory, names: set[str]) -> Iterat
             message = f"it is not in the folder {folder!r}: torch does not load the archive"
             yield Problem("directory", message, record.name)
         elif is_part(record.name) and not record.is_readable:
-            message = "it is encrypted, or compressed in a way that torch cannot read"
+            message = "it is encrypted, or compressed with a method that torch cannot read"
             yield Problem("directory", message, record.name)
     if names.isdisjoint(_VERSIONS):
         message = "there is no such record, without which torch does not load the archive"
@@ -498,9 +467,9 @@ def _is_number(source: Source, record: RecordEntry) -> bool:
 
 
 def _is_whole_pickle(source: Source, record: RecordEntry) -> bool:
-    """Whether a record is a pickle to its end, or none that can be judged.
+    """Return whether a record is a pickle to its end.
 
-    Of another pickle module's formats, and of what is too large, nothing is said.
+    Formats of other pickle modules, and what is too large, are not judged: True.
 
     Raises:
         OSError: the file cannot be read.

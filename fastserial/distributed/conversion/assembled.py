@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fastserial.distributed.dcp.tensor_bytes import outermost_first
-from fastserial.distributed.ranks.exchange import Slice
+from fastserial.distributed.ranks.exchange import MemorySlice
 from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect, run_of
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.storages import contiguous_stride
@@ -17,10 +17,10 @@ from fastserial.interrupts import finish
 from fastserial.memory.storages import Memory
 from fastserial.memory.untouched import Untouched
 
-__all__ = ["Assembled", "ChunkedMemory", "Filed"]
+__all__ = ["AssembledTensors", "ChunkedMemory", "StoredChunk"]
 
 
-class Filed(NamedTuple):
+class StoredChunk(NamedTuple):
     """A part of a tensor in a file.
 
     Attributes:
@@ -37,7 +37,7 @@ class Filed(NamedTuple):
 class ChunkedMemory:
     """A tensor's bytes in the order of its elements."""
 
-    def __init__(self, shape: tuple[int, ...], parts: Sequence[Filed]) -> None:
+    def __init__(self, shape: tuple[int, ...], parts: Sequence[StoredChunk]) -> None:
         """Keep where the parts are.
 
         Args:
@@ -70,7 +70,7 @@ class ChunkedMemory:
             raise CorruptCheckpointError("the parts of a tensor do not make it up")
 
 
-def _read(filed: Filed, part: Box, target: torch.Tensor) -> None:
+def _read(filed: StoredChunk, part: Box, target: torch.Tensor) -> None:
     """Read a part of what is filed into a tensor of bytes."""
     offsets = [first - base for first, base in zip(part.offsets, filed.box.offsets, strict=True)]
     sizes = list(part.sizes)
@@ -83,7 +83,7 @@ def _read(filed: Filed, part: Box, target: torch.Tensor) -> None:
     _read_box(filed, shape, Box(tuple(offsets), tuple(sizes)), target)
 
 
-def _read_box(filed: Filed, shape: list[int], box: Box, target: torch.Tensor) -> None:
+def _read_box(filed: StoredChunk, shape: list[int], box: Box, target: torch.Tensor) -> None:
     run = run_of(shape, box)
     if run is None:
         dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
@@ -107,7 +107,7 @@ _ADDRESSES = 1 << 30  # bytes that are reserved at once
 _ALIGN = 64
 
 
-class Assembled:
+class AssembledTensors:
     """Makes such tensors, and knows where their bytes come from."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class Assembled:
         found = self._sources.get(storage.data_ptr())
         if found is None or (start == 0 and nbytes == found.nbytes):
             return found
-        return Slice(found, start, nbytes)
+        return MemorySlice(found, start, nbytes)
 
     def close(self) -> None:
         """Give the addresses back; no tensor may be used any more. Idempotent."""

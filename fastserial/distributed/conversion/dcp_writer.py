@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from fastserial.checkpoints.convert import Converted, part_of
-from fastserial.checkpoints.mapped_source import Source
+from fastserial.checkpoints.mapped_source import ConvertSource
 from fastserial.config import Config, options
 from fastserial.distributed.dcp.shard_layout import ShardLayout
 from fastserial.distributed.dcp.storage_writer import FastStorageWriter
@@ -29,7 +29,7 @@ __all__ = ["write_folder"]
 class _StreamingWriter(FastStorageWriter):
     """Takes the bytes of tensors from an open source."""
 
-    def __init__(self, path: str, source: Source) -> None:
+    def __init__(self, path: str, source: ConvertSource) -> None:
         super().__init__(path)
         self._source = source
 
@@ -46,7 +46,9 @@ class _StreamingWriter(FastStorageWriter):
         return found if memory is None else found._replace(memory=memory, address=0)
 
 
-def write_folder(source: Source, name: str, path: str, key: str, config: Config) -> Converted:
+def write_folder(
+    source: ConvertSource, name: str, path: str, key: str, config: Config
+) -> Converted:
     """Write what is under a key of an open source to a folder.
 
     What was in the folder stays whole until the new checkpoint is.

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from fastserial.checkpoints.dcp_folder import one_metadata
 from fastserial.checkpoints.streaming import FileMemory
-from fastserial.distributed.conversion.assembled import Assembled, ChunkedMemory, Filed
-from fastserial.distributed.dcp.item_structure import Content, Structures
+from fastserial.distributed.conversion.assembled import AssembledTensors, ChunkedMemory, StoredChunk
+from fastserial.distributed.dcp.item_structure import ItemParser, ItemTensor
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.errors import ConvertError, CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.files.sources import FileStamp, stamp
+from fastserial.formats.container import FolderContainer
 from fastserial.formats.dcp import Item, Metadata, Stored
 from fastserial.formats.pickles import refuse_nested
 from fastserial.formats.source import read_exactly
@@ -46,10 +46,10 @@ class FolderSource:
         self._path = path
         self._files = Descriptors()
         self._opened: dict[str, tuple[int, FileStamp]] = {}
-        self._made = Assembled()
-        self._structures = Structures()
+        self._made = AssembledTensors()
+        self._parser = ItemParser()
         try:
-            found = one_metadata(path)
+            found = FolderContainer(path).joined()
             self.container = "dcp"
             self.value = self._state(found)
         except BaseException:
@@ -133,7 +133,7 @@ class FolderSource:
             return self._made.tensor(stored.shape, dtype, rows, filed[0].strides, filed[0].memory)
         return self._made.tensor(stored.shape, dtype, rows)
 
-    def _filed(self, item: Item, dtype: torch.dtype) -> Filed:
+    def _filed(self, item: Item, dtype: torch.dtype) -> StoredChunk:
         fd = self._open(item)
         chunk = item.chunk
         content = self._content(fd, item, dtype)
@@ -146,9 +146,9 @@ class FolderSource:
         box = Box((*chunk.offsets, 0), (*chunk.sizes, last))
         plain = content.strides == contiguous_stride(chunk.sizes)
         memory = FileMemory(fd, item.offset + content.start, nbytes)
-        return Filed(memory, box, None if plain else content.strides)
+        return StoredChunk(memory, box, None if plain else content.strides)
 
-    def _content(self, fd: int, item: Item, dtype: torch.dtype) -> Content | None:
+    def _content(self, fd: int, item: Item, dtype: torch.dtype) -> ItemTensor | None:
         if item.is_extended:
             raise ConvertError(
                 f"entry {item.name!r} went through an extension: load it with dcp.load"
@@ -159,7 +159,7 @@ class FolderSource:
             return os.pread(fd, min(count, item.length - first), item.offset + first)
 
         try:
-            found = self._structures.content(peek, item.length, dtype, shape, item.known)
+            found = self._parser.tensor_in(peek, item.length, dtype, shape, item.known)
         except CorruptCheckpointError as error:
             raise self._damaged(item.name, error.message) from error
         except UnreadableCheckpointError as error:

@@ -1,9 +1,8 @@
-"""What a rank has of a state: an entry for each key, the same one for tensors that are alike."""
+"""What a rank has of a state: an entry for each key, the same one for similar tensors."""
 
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from math import prod
@@ -29,13 +28,15 @@ __all__ = [
     "OTHER",
     "REPLICA",
     "SHARD",
-    "Entry",
-    "Part",
+    "StateEntry",
+    "WritePart",
+    "chunk_of",
     "entries_of",
     "kind_of",
     "parts_of",
     "replicas_of",
-    "same_key",
+    "share_in",
+    "whole_box",
     "write_items",
 ]
 
@@ -44,7 +45,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _GLOBAL = "global_shape"  # torch 2.15: a plain tensor that has it is a part of another one
 
 
-class Entry(NamedTuple):
+class StateEntry(NamedTuple):
     """What a rank has under a key.
 
     Attributes:
@@ -60,7 +61,7 @@ class Entry(NamedTuple):
     boxes: tuple[Box | None, ...] = (None,)
 
 
-class Part(NamedTuple):
+class WritePart(NamedTuple):
     """What a rank is to write: a box of a tensor, or bytes; `hint`: which of its chunks it is."""
 
     key: str
@@ -68,18 +69,18 @@ class Part(NamedTuple):
     hint: int
 
 
-def entries_of(state: Mapping[str, Any]) -> dict[str, Entry]:
+def entries_of(state: Mapping[str, Any]) -> dict[str, StateEntry]:
     """Return the entries of a flattened state, of what this rank has something of.
 
     Raises:
         LoadMismatchError: a placement cannot be saved: `Partial`, say.
     """
-    making = _Entries()
-    found = ((key, making.of(key, value)) for key, value in state.items())
+    maker = _EntryMaker()
+    found = ((key, maker.entry_of(key, value)) for key, value in state.items())
     return {key: entry for key, entry in found if entry is not None}
 
 
-def replicas_of(entries: Mapping[str, Entry]) -> list[str]:
+def replicas_of(entries: Mapping[str, StateEntry]) -> list[str]:
     """Return the keys of the plain tensors that are large enough to be cut."""
     return [
         key
@@ -90,63 +91,74 @@ def replicas_of(entries: Mapping[str, Entry]) -> list[str]:
     ]
 
 
-def same_key(key: str) -> str:
-    """Return the same object for equal keys: it is pickled once."""
-    return sys.intern(key) if type(key) is str else key
+def whole_box(shape: Iterable[int]) -> Box:
+    """Return the box of all elements of a tensor."""
+    sizes = tuple(shape)
+    return Box((0,) * len(sizes), sizes)
 
 
-def write_items(entries: Mapping[str, Entry], parts: Iterable[Part]) -> list[WriteItem]:
-    """Return what stock calls parts of what a rank has."""
+def chunk_of(box: Box) -> ChunkStorageMetadata:
+    """Return what torch calls a box."""
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+def write_items(entries: Mapping[str, StateEntry], parts: Iterable[WritePart]) -> list[WriteItem]:
+    """Return the items of the parts that a rank is to write, as torch's planners make them."""
     found: list[WriteItem] = []
-    alike: dict[Any, tuple[WriteItemType, TensorWriteData]] = {}
+    data_of: dict[tuple[int, Box], TensorWriteData] = {}  # by entry: many tensors have the same
     for key, box, hint in parts:
         if box is None:
-            found.append(WriteItem(MetadataIndex(same_key(key)), WriteItemType.BYTE_IO))
+            found.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
             continue
         entry = entries[key]
-        known = alike.get((id(entry), box))
-        if known is None:
-            whole = entry.kind == REPLICA and box.sizes == entry.size
-            type_ = WriteItemType.TENSOR if whole else WriteItemType.SHARD
-            offsets, sizes = map(torch.Size, box)
-            chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
+        data = data_of.get((id(entry), box))
+        if data is None:
             properties: Any = entry.properties
-            data = TensorWriteData(chunk, properties, torch.Size(entry.size))
-            known = alike[id(entry), box] = type_, data
-        type_, data = known
-        index = MetadataIndex(same_key(key), data.chunk.offsets, hint)
+            data = TensorWriteData(chunk_of(box), properties, torch.Size(entry.size))
+            data_of[id(entry), box] = data
+        whole = entry.kind == REPLICA and box.sizes == entry.size
+        type_ = WriteItemType.TENSOR if whole else WriteItemType.SHARD
+        index = MetadataIndex(key, None, hint)
+        share_in(index, offset=data.chunk.offsets)
         found.append(WriteItem(index=index, type=type_, tensor_data=data))
     return found
 
 
-class _Entries:
-    """Makes entries."""
+def share_in(index: MetadataIndex, **values: Any) -> None:
+    """Replace attributes of an index by equal objects that others have, too.
+
+    Each object is pickled once; the constructor of the index would copy them.
+    """
+    for name, value in values.items():
+        object.__setattr__(index, name, value)
+
+
+class _EntryMaker:
+    """Makes entries, the same one for similar tensors: it is pickled once."""
 
     def __init__(self) -> None:
-        self._alike: dict[Any, Entry] = {}
-        self._properties: dict[str, TensorProperties] = {}
+        self._made: dict[Any, StateEntry] = {}
         self._meshes: dict[int, tuple[int, ...]] = {}
         self._warned = False
 
-    def of(self, key: str, value: Any) -> Entry | None:
+    def entry_of(self, key: str, value: Any) -> StateEntry | None:
         """Return the entry of a value, None if this rank has nothing of it."""
         kind = kind_of(value)
         if kind == BYTES:
-            return self._alike.setdefault(BYTES, Entry(BYTES))
-        if kind == REPLICA:
-            shape = tuple(value.shape)
-            likeness: Any = (value.dtype, shape, value.stride(), value.layout, value.requires_grad)
-            found = self._alike.get(likeness)
-            if found is None:
-                whole = Box((0,) * len(shape), shape)
-                found = Entry(REPLICA, self._properties_of(value), shape, (whole,))
-                self._alike[likeness] = found
-            return found
+            return self._made.setdefault(BYTES, StateEntry(BYTES))
         if kind == OTHER:
             return self._other(key, value)
-        likeness = (*_sharding(value), value.requires_grad, value._local_tensor.stride())
-        found = self._alike.get(likeness)
-        if found is None:
+        if kind == REPLICA:
+            shape = tuple(value.shape)
+            same: Any = (value.dtype, shape, value.stride(), value.layout, value.requires_grad)
+        else:
+            same = (*_sharding(value), value.requires_grad, value._local_tensor.stride())
+        found = self._made.get(same)
+        if found is not None:
+            return found
+        boxes: tuple[Box, ...] = (whole_box(value.shape),)
+        local = value
+        if kind == SHARD:
             if value.device_mesh.get_coordinate() is None:
                 return None
             try:
@@ -159,27 +171,21 @@ class _Entries:
                     warnings.warn(text, UserWarning, stacklevel=2)
                 self._warned = True
                 return self._other(key, value)
-            properties = self._properties_of(value.to_local())
-            found = self._alike[likeness] = Entry(SHARD, properties, tuple(value.shape), boxes)
-        return found
+            local = value.to_local()
+        properties = TensorProperties.create_from_tensor(local)
+        made = StateEntry(kind, properties, tuple(value.shape), boxes)
+        return self._made.setdefault(same, made)
 
-    def _other(self, key: str, value: Any) -> Entry | None:
+    def _other(self, key: str, value: Any) -> StateEntry | None:
         """Return what torch says of a sharded tensor of another kind."""
         data = [item.tensor_data for item in _create_write_items(key, value)]
         if not data:
             return None
         if data[0] is None:
-            return Entry(BYTES)
+            return StateEntry(BYTES)
         chunks = [one.chunk for one in data if one is not None]
         boxes = tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
-        return Entry(OTHER, self._same(data[0].properties), tuple(data[0].size), boxes)
-
-    def _properties_of(self, tensor: torch.Tensor) -> TensorProperties:
-        return self._same(TensorProperties.create_from_tensor(tensor))
-
-    def _same(self, properties: TensorProperties) -> TensorProperties:
-        """Return the same object for equal properties: it is sent once."""
-        return self._properties.setdefault(repr(properties), properties)
+        return StateEntry(OTHER, data[0].properties, tuple(data[0].size), boxes)
 
 
 def kind_of(value: object) -> int:
@@ -208,7 +214,7 @@ def parts_of(
     found = holding(value, key, dist.get_rank(), _all_ranks(dist.get_world_size()), meshes)
     if not found.spec.numel:
         shape = found.spec.shape
-        return [(Box((0,) * len(shape), shape), found.local.new_empty(shape))]
+        return [(whole_box(shape), found.local.new_empty(shape))]
     return found.parts
 
 

@@ -1,8 +1,8 @@
-"""The folder of a checkpoint: new files beside the old ones, until `.metadata` names the new ones.
+"""The folder of a checkpoint: the old files stay until `.metadata` names the new ones.
 
-A save never writes to a file that a checkpoint of the folder needs: each rank takes a name that no
-file has. `.metadata` is replaced at the end; what no `.metadata` names any more is removed then,
-or, if the save failed, when the next one begins.
+A save never writes to a file that a checkpoint in the folder needs: each rank uses an unused name.
+`.metadata` is replaced at the end. Files that no `.metadata` names any longer are removed then, or,
+if the save failed, when the next one begins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastserial.errors import WriteError, write_error
 from fastserial.files.durable import sync_folders
 from fastserial.formats.dcp import METADATA_NAME
 
-__all__ = ["METADATA", "Folder", "metadata_name"]
+__all__ = ["METADATA", "ShardFolder", "metadata_name"]
 
 METADATA = ".metadata"
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)
@@ -28,22 +28,22 @@ def metadata_name(rank: int | None) -> str:
     """Return the name of the file that completes a checkpoint.
 
     Args:
-        rank: of which it is; None: of all ranks.
+        rank: whose checkpoint it is; None: the one of all ranks.
     """
     return METADATA if rank is None else f"__{rank}{METADATA}"
 
 
-class Folder:
-    """Where a checkpoint is saved."""
+class ShardFolder:
+    """The folder that a checkpoint is saved in."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def make(self, durable: bool) -> None:
-        """Make the folder, and those around it, if they are not there.
+        """Create the folder and its parents, if they do not exist.
 
         Raises:
-            WriteError: it cannot be made.
+            WriteError: it cannot be created.
         """
         missing: list[str] = []
         path = os.path.abspath(self.path)
@@ -64,7 +64,7 @@ class Folder:
         return os.path.exists(os.path.join(self.path, name))
 
     def new_shard(self, prefix: str) -> str:
-        """Return a name for a rank's next file, which no file has.
+        """Return an unused name for a rank's next file.
 
         Args:
             prefix: such as `__3_`.
@@ -75,23 +75,23 @@ class Folder:
         return name
 
     def drop_lone_metadata(self) -> None:
-        """Remove the `.metadata` of ranks on their own, once that of all ranks is in place.
+        """Remove the `.metadata` of single ranks, once that of all ranks is in place.
 
-        Nothing would load them but who finds that of all ranks damaged: an older checkpoint then,
-        and no error.
+        They would be used only if that of all ranks were damaged: an older checkpoint would be
+        loaded without an error.
         """
         with contextlib.suppress(OSError):
             for name in os.listdir(self.path):
                 path = os.path.join(self.path, name)
                 if name != METADATA and METADATA_NAME.fullmatch(name):
                     with contextlib.suppress(OSError):
-                        if stat.S_ISREG(os.lstat(path).st_mode):  # else it is none of a save
+                        if stat.S_ISREG(os.lstat(path).st_mode):  # else no save wrote it
                             os.unlink(path)
 
     def sweep(self, rank: int | None) -> None:
-        """Remove files of ranks that no `.metadata` names. Nothing else is touched.
+        """Remove files of ranks that no `.metadata` names. Other files are ignored.
 
-        Where that cannot be told, nothing is removed: leftovers harm no save.
+        If a `.metadata` cannot be read, nothing is removed: old files do not disturb a save.
 
         Args:
             rank: whose files; None: of all ranks.
@@ -112,14 +112,14 @@ class Folder:
                     os.unlink(os.path.join(self.path, name))
 
     def _needed(self, names: list[str]) -> Iterator[bytes]:
-        """Yield the names of files in all `.metadata`, which are not unpickled for that."""
+        """Yield the names of files in all `.metadata`, without unpickling them."""
         for name in names:
             if METADATA_NAME.fullmatch(name):
                 path = os.path.join(self.path, name)
-                if stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+                if stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would block
                     with open(path, "rb") as file:
                         yield from _SHARD_IN_BYTES.findall(file.read())
 
 
 def _not_made(path: str, error: OSError) -> WriteError:
-    return write_error(error.errno or 0, path, f"the folder cannot be made: {error.strerror}")
+    return write_error(error.errno or 0, path, f"the folder cannot be created: {error.strerror}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -13,23 +13,22 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
-from fastserial.distributed.dcp.entries import OTHER, Entry, Part
-from fastserial.distributed.plan.balance import Item, Share, shares
+from fastserial.distributed.dcp.entries import OTHER, StateEntry, WritePart, chunk_of
+from fastserial.distributed.plan.balance import Assignment, Workload, assign
 from fastserial.distributed.sharding.boxes import Box, intersect
 from fastserial.distributed.state.tables import SHARED_FROM
 
-__all__ = ["Told", "global_plan", "paths_of", "told_of"]
+__all__ = ["RankEntries", "global_plan"]
 
 Path = tuple[str | int, ...]
 _PARTS_EACH = 20  # a dimension with so many rows for each rank can be cut evenly enough
 
 
-class Told(NamedTuple):
-    """What a rank tells of its state.
+class RankEntries(NamedTuple):
+    """What a rank has of the state.
 
     Attributes:
         entries: by their keys.
@@ -37,44 +36,38 @@ class Told(NamedTuple):
             flattened.
     """
 
-    entries: dict[str, Entry]
+    entries: dict[str, StateEntry]
     paths: dict[str, Path] | None
+
+    @classmethod
+    def of(cls, entries: dict[str, StateEntry], mappings: Mapping[str, Path] | None) -> RankEntries:
+        """Make one from the paths of all keys; None: the state was not flattened."""
+        if mappings is None:
+            return cls(entries, None)
+        return cls(entries, {key: path for key, path in mappings.items() if path != (key,)})
 
 
 @dataclass(slots=True)
-class _Piece:
-    """What some ranks have of an entry: a box of a tensor, or bytes."""
+class _HeldBox:
+    """A box of a tensor, or bytes, and the ranks that have it."""
 
     key: str
-    entry: Entry
+    entry: StateEntry
     box: Box | None
     ranks: list[int]
 
     @property
     def nbytes(self) -> int:
         properties = self.entry.properties
-        return 0 if self.box is None or properties is None else _nbytes(self.box, properties)
+        if self.box is None or properties is None:
+            return 0
+        return self.box.numel * int(properties.dtype.itemsize)
 
 
-def _nbytes(box: Box, properties: TensorProperties) -> int:
-    return box.numel * int(properties.dtype.itemsize)
-
-
-def told_of(entries: dict[str, Entry], mappings: Mapping[str, Path] | None) -> Told:
-    """Return what a rank tells.
-
-    Args:
-        mappings: where in the nested state the keys are; None: it was not flattened.
-    """
-    if mappings is None:
-        return Told(entries, None)
-    return Told(entries, {key: path for key, path in mappings.items() if path != (key,)})
-
-
-def paths_of(told: Sequence[Told]) -> dict[str, Path] | None:
+def _paths_of(ranks: Sequence[RankEntries]) -> dict[str, Path] | None:
     """Return where in the nested state the keys of all ranks are."""
     found: dict[str, Path] = {}
-    for one in reversed(told):  # the first rank that has a key is right
+    for one in reversed(ranks):  # the first rank that has a key is right
         if one.paths is None:
             return None
         for key in one.entries:
@@ -83,114 +76,113 @@ def paths_of(told: Sequence[Told]) -> dict[str, Path] | None:
 
 
 def global_plan(
-    told: Sequence[Told], lowest: bool, apart: Set[str] = frozenset()
-) -> tuple[list[list[Part]], Metadata]:
+    ranks: Sequence[RankEntries], lowest: bool, apart: Set[str] = frozenset()
+) -> tuple[list[list[WritePart]], Metadata]:
     """Return what each rank writes, and the metadata.
 
     Args:
-        told: by each rank.
+        ranks: what each rank has.
         lowest: what several ranks have is written by the first of them.
         apart: plain tensors that differ between the ranks: the first rank's is saved, as a whole.
 
     Raises:
-        ValueError: the pieces of a tensor do not make up the tensor, or a key has a value on some
+        ValueError: the boxes of a tensor do not make up the tensor, or a key has a value on some
             ranks and a tensor on others.
     """
-    pieces = _pieces(told)
-    _refuse_mixed(pieces)
-    several = [number for number, piece in enumerate(pieces) if len(piece.ranks) > 1]
-    load = [0] * len(told)  # what only one rank has it writes
-    for piece in pieces:
-        if len(piece.ranks) == 1:
-            load[piece.ranks[0]] += piece.nbytes
-    items = [_item(pieces[number], lowest, apart) for number in several]
-    cuts: dict[int, list[Share]] = {}
-    for share in shares(items, len(told), load):
+    held = _held_boxes(ranks)
+    _refuse_mixed(held)
+    load = [0] * len(ranks)  # bytes that only one rank has
+    for one in held:
+        if len(one.ranks) == 1:
+            load[one.ranks[0]] += one.nbytes
+    several = [number for number, one in enumerate(held) if len(one.ranks) > 1]
+    items = [_item(held[number], lowest, apart) for number in several]
+    cuts: dict[int, list[Assignment]] = {}
+    for share in assign(items, len(ranks), load):
         cuts.setdefault(several[share.item], []).append(share)
-    made = _Made(len(told))
-    for number, piece in enumerate(pieces):
-        if number not in cuts:
-            made.add(piece, piece.ranks[0], piece.box)
-            continue
-        for share in cuts[number]:
-            whole = (share.first, share.stop) == (0, items[share.item].rows)
-            box = piece.box if whole else _cut(piece, share.first, share.stop)
-            made.add(piece, share.rank, box)
-    _check(pieces, len(told) > 1)
-    return made.parts, Metadata(made.entries, planner_data=paths_of(told))
+    parts: list[list[WritePart]] = [[] for _ in ranks]
+    entries: dict[str, Any] = {}
+    chunks: dict[Box, ChunkStorageMetadata] = {}  # many tensors have the same
+    for number, one in enumerate(held):
+        for rank, box in _writers(one, cuts.get(number), items):
+            hint = _enter(entries, one, box, chunks)
+            parts[rank].append(WritePart(one.key, box, hint))
+    _check(held, len(ranks) > 1)
+    return parts, Metadata(entries, planner_data=_paths_of(ranks))
 
 
-class _Made:
-    """What each rank writes, and the metadata's entries."""
-
-    def __init__(self, ranks: int) -> None:
-        self.parts: list[list[Part]] = [[] for _ in range(ranks)]
-        self.entries: dict[str, Any] = {}
-        self._chunks: dict[Any, ChunkStorageMetadata] = {}  # many tensors have the same
-        self._sizes: dict[tuple[int, ...], torch.Size] = {}
-
-    def add(self, piece: _Piece, rank: int, box: Box | None) -> None:
-        """Let a rank write a box of a piece."""
-        key, properties, size = piece.key, piece.entry.properties, piece.entry.size
-        if box is None or properties is None:
-            self.entries[key] = BytesStorageMetadata()
-            self.parts[rank].append(Part(key, None, 0))
-            return
-        entry = self.entries.get(key)
-        if entry is None:
-            entry = self.entries[key] = TensorStorageMetadata(properties, self._size(size), [])
-        self.parts[rank].append(Part(key, box, len(entry.chunks)))
-        chunk = self._chunks.get(box)
-        if chunk is None:
-            offsets, sizes = map(torch.Size, box)
-            chunk = self._chunks[box] = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
-        entry.chunks.append(chunk)
-
-    def _size(self, size: tuple[int, ...]) -> torch.Size:
-        return self._sizes.setdefault(size, torch.Size(size))
+def _writers(
+    held: _HeldBox, cuts: Sequence[Assignment] | None, items: Sequence[Workload]
+) -> Iterator[tuple[int, Box | None]]:
+    """Yield who writes which boxes of what some ranks have."""
+    if cuts is None:
+        yield held.ranks[0], held.box
+        return
+    for item, rank, first, stop in cuts:
+        whole = (first, stop) == (0, items[item].rows)
+        yield rank, held.box if whole else _cut(held, first, stop)
 
 
-def _pieces(told: Sequence[Told]) -> list[_Piece]:
-    found: dict[tuple[str, tuple[int, ...] | None], _Piece] = {}
-    for rank, one in enumerate(told):
+def _enter(
+    entries: dict[str, Any],
+    held: _HeldBox,
+    box: Box | None,
+    chunks: dict[Box, ChunkStorageMetadata],
+) -> int:
+    """Enter what is written in the metadata; return which chunk of its tensor it is."""
+    properties = held.entry.properties
+    if box is None or properties is None:
+        entries[held.key] = BytesStorageMetadata()
+        return 0
+    entry = entries.get(held.key)
+    if entry is None:
+        size = torch.Size(held.entry.size)
+        entry = entries[held.key] = TensorStorageMetadata(properties, size, [])
+    entry.chunks.append(chunks.get(box) or chunks.setdefault(box, chunk_of(box)))
+    return len(entry.chunks) - 1
+
+
+def _held_boxes(ranks: Sequence[RankEntries]) -> list[_HeldBox]:
+    found: dict[tuple[str, tuple[int, ...] | None], _HeldBox] = {}
+    for rank, one in enumerate(ranks):
         for key, entry in one.entries.items():
             for box in entry.boxes:
                 place = key, None if box is None else box.offsets
-                piece = found.get(place)
-                if piece is None:
-                    found[place] = _Piece(key, entry, box, [rank])
-                elif _alike(piece, entry, box):
-                    piece.ranks.append(rank)
+                held = found.get(place)
+                if held is None:
+                    found[place] = _HeldBox(key, entry, box, [rank])
+                elif _is_same(held, entry, box):
+                    held.ranks.append(rank)
     return list(found.values())
 
 
-def _refuse_mixed(pieces: Sequence[_Piece]) -> None:
+def _is_same(held: _HeldBox, entry: StateEntry, box: Box | None) -> bool:
+    """Return whether a rank has there what the first rank has: that one counts."""
+    mine, other = held.entry.properties, entry.properties
+    if mine is None or other is None:
+        return mine is other
+    return (held.entry.size, held.box, mine.dtype) == (entry.size, box, other.dtype)
+
+
+def _refuse_mixed(held: Sequence[_HeldBox]) -> None:
     """Raise if a key has a value on some ranks and a tensor on others: as stock does."""
-    values = {piece.key: piece for piece in pieces if piece.box is None}
-    for piece in pieces if values else ():
-        value = values.get(piece.key)
-        if value is not None and piece.box is not None:
+    values = {one.key: one for one in held if one.box is None}
+    for one in held if values else ():
+        value = values.get(one.key)
+        if value is not None and one.box is not None:
             raise ValueError(
-                f"{piece.key}: a value on ranks {value.ranks}, a tensor on ranks {piece.ranks}:"
+                f"{one.key}: a value on ranks {value.ranks}, a tensor on ranks {one.ranks}:"
                 " give one of them another key"
             )
 
 
-def _alike(piece: _Piece, entry: Entry, box: Box | None) -> bool:
-    """Return whether a rank has there what the first rank has: that one counts."""
-    mine, other = piece.entry.properties, entry.properties
-    if mine is None or other is None:
-        return mine is other
-    return (piece.entry.size, piece.box, mine.dtype) == (entry.size, box, other.dtype)
-
-
-def _item(piece: _Piece, lowest: bool, apart: Set[str]) -> Item:
-    nbytes, owners, box = piece.nbytes, tuple(piece.ranks), piece.box
-    if lowest or box is None or piece.key in apart:
-        return Item(nbytes, owners[:1])
-    if len(owners) == 1 or nbytes < SHARED_FROM or piece.entry.kind == OTHER:
-        return Item(nbytes, owners)
-    return Item(nbytes, owners, box.sizes[_dim(box.sizes, len(owners))])
+def _item(held: _HeldBox, lowest: bool, apart: Set[str]) -> Workload:
+    nbytes, owners, box = held.nbytes, tuple(held.ranks), held.box
+    if lowest or box is None or held.key in apart:
+        return Workload(nbytes, owners[:1])
+    if len(owners) == 1 or nbytes < SHARED_FROM or held.entry.kind == OTHER:
+        return Workload(nbytes, owners)
+    return Workload(nbytes, owners, box.sizes[_dim(box.sizes, len(owners))])
 
 
 def _dim(sizes: Sequence[int], ranks: int) -> int:
@@ -201,19 +193,19 @@ def _dim(sizes: Sequence[int], ranks: int) -> int:
     return max(range(len(sizes)), key=lambda dim: sizes[dim])
 
 
-def _cut(piece: _Piece, first: int, stop: int) -> Box | None:
-    """Return rows [first, stop) of a piece."""
-    if piece.box is None:
+def _cut(held: _HeldBox, first: int, stop: int) -> Box | None:
+    """Return rows [first, stop) of a box, in the dimension in which it is cut."""
+    if held.box is None:
         return None
-    dim = _dim(piece.box.sizes, len(piece.ranks))
-    offsets, sizes = map(list, piece.box)
+    dim = _dim(held.box.sizes, len(held.ranks))
+    offsets, sizes = map(list, held.box)
     offsets[dim] += first
     sizes[dim] = stop - first
     return Box(tuple(offsets), tuple(sizes))
 
 
-def _check(pieces: Sequence[_Piece], several: bool) -> None:
-    """Raise if the pieces of a tensor do not make it up.
+def _check(held: Sequence[_HeldBox], several: bool) -> None:
+    """Raise if the boxes of a tensor do not make it up.
 
     Args:
         several: there are several ranks: else a part of a tensor may be all that is saved.
@@ -221,28 +213,30 @@ def _check(pieces: Sequence[_Piece], several: bool) -> None:
     Raises:
         ValueError: they do not.
     """
-    held: dict[str, int] = {}
-    wholes: dict[str, tuple[int, ...]] = {}
     boxes: dict[str, list[Box]] = {}
-    for piece in pieces:
-        key, box = piece.key, piece.box
+    entries: dict[str, StateEntry] = {}  # of the first rank that has the tensor
+    others: set[str] = set()
+    for one in held:
+        key, box = one.key, one.box
         if box is None:
             continue
-        size = wholes.setdefault(key, piece.entry.size)
-        alike = len(box.offsets) == len(box.sizes) == len(size)
-        if not alike or any(map(_outside, box.offsets, box.sizes, size)):
+        size = entries.setdefault(key, one.entry).size
+        fits = len(box.offsets) == len(box.sizes) == len(size)
+        if not fits or any(map(_is_outside, box.offsets, box.sizes, size)):
             raise ValueError(f"{key}: a part {box} lies outside of the tensor's {size}")
-        held[key] = held.get(key, 0) + box.numel
         boxes.setdefault(key, []).append(box)
-    for key, size in wholes.items():
-        if several and size and held[key] != prod(size):
+        if one.entry.kind == OTHER:
+            others.add(key)
+    for key, entry in entries.items():
+        count, whole = sum(box.numel for box in boxes[key]), prod(entry.size)
+        if several and entry.size and count != whole:
             raise ValueError(
-                f"{key}: the ranks have {held[key]} elements of a tensor {size} of {prod(size)}"
+                f"{key}: the ranks have {count} elements of a tensor {entry.size} of {whole}"
             )
-    for key in {piece.key for piece in pieces if piece.entry.kind == OTHER and piece.box}:
+    for key in others:
         if any(intersect(a, b) is not None for a, b in combinations(boxes[key], 2)):
             raise ValueError(f"{key}: parts of the tensor overlap")
 
 
-def _outside(first: int, count: int, most: int) -> bool:
+def _is_outside(first: int, count: int, most: int) -> bool:
     return first < 0 or count < 0 or first + count > most

@@ -1,6 +1,6 @@
-"""What an item holds that another writer wrote: an archive of `torch.save`, looked into once.
+"""Where the tensor is in an item: an archive of `torch.save`, parsed once for similar tensors.
 
-Archives of tensors that are alike begin with the same bytes, so most are known by their beginning.
+Archives of similar tensors begin with the same bytes, by which most of them are recognized.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from fastserial.formats.zip.directory import Directory
 from fastserial.formats.zip.records import all_checksums, read_places, read_record
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE, END, END_SIGNATURE, LOCAL_SIGNATURE
 
-__all__ = ["Content", "Structures", "check_archive"]
+__all__ = ["ItemParser", "ItemTensor", "check_archive"]
 
-_EDGE = 4096  # bytes; what surrounds the data of a tensor is less
-_MOST = 1024 * 1024  # bytes of a record that is no data
+_EDGE = 4096  # bytes; more than what surrounds the data of a tensor
+_MOST = 1024 * 1024  # bytes of a record other than the data
 _DESCRIPTOR = struct.Struct("<4sI")
 
 Peek = Callable[[int, int], bytes]
 
 
-class Content(NamedTuple):
+class ItemTensor(NamedTuple):
     """A tensor in an item.
 
     Attributes:
-        start, nbytes: where its bytes are, from the item's first on.
+        start, nbytes: where its bytes are, counted from the item's first.
         dtype, shape, strides: of the tensor (elements).
-        crc: CRC-32 of the bytes, None if it is not known.
+        crc: CRC-32 of the bytes, None if it is unknown.
     """
 
     start: int
@@ -52,27 +52,29 @@ class Content(NamedTuple):
     crc: int | None
 
 
-class Structures:
-    """What items begin with, as far as it was seen."""
+class ItemParser:
+    """Finds the tensors in items. Remembers how the archives begin that it has parsed."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, torch.dtype, tuple[int, ...]], list[tuple[bytes, Content]]] = {}
+        self._seen: dict[
+            tuple[int, torch.dtype, tuple[int, ...]], list[tuple[bytes, ItemTensor]]
+        ] = {}
 
-    def content(
+    def tensor_in(
         self,
         peek: Peek,
         length: int,
         dtype: torch.dtype,
         shape: tuple[int, ...],
         known: Known | None = None,
-    ) -> Content | None:
-        """Return the tensor in an item, None if `torch.load` has to read it.
+    ) -> ItemTensor | None:
+        """Return the tensor in an item, None if only `torch.load` can read it.
 
         Args:
             peek: returns bytes of the item: (first, how many), or fewer at its end.
-            length: bytes of the item.
-            dtype, shape: what `.metadata` says of the tensor.
-            known: what our writer says of it there.
+            length: of the item (bytes).
+            dtype, shape: of the tensor, as `.metadata` has them.
+            known: what our writer added there.
 
         Raises:
             CorruptCheckpointError: what surrounds the data is damaged.
@@ -80,21 +82,21 @@ class Structures:
         if known is not None and known.start is not None:
             nbytes = torch.Size(shape).numel() * dtype.itemsize
             if known.start + nbytes > length:
-                raise CorruptCheckpointError("it has not as many bytes as its shape says")
+                raise CorruptCheckpointError("it has fewer bytes than its shape needs")
             strides = known.strides or contiguous_stride(shape)
-            return Content(known.start, nbytes, dtype, shape, strides, known.crc)
-        alike = self._seen.setdefault((length, dtype, shape), [])
-        for head, content in alike:
+            return ItemTensor(known.start, nbytes, dtype, shape, strides, known.crc)
+        similar = self._seen.setdefault((length, dtype, shape), [])
+        for head, content in similar:
             if peek(0, len(head)) == head:
                 return content._replace(crc=_checksum(peek, content, length))
         found = _parsed(peek, length)
         if found is not None:
-            alike.append((peek(0, found.start), found))
+            similar.append((peek(0, found.start), found))
         return found
 
 
 def check_archive(data: bytes, path: str, item: str) -> bool:
-    """Compare the CRC-32s in an archive with its records; return whether there are any for all.
+    """Compare the CRC-32s in an archive with its records; return whether all records have one.
 
     Raises:
         CorruptCheckpointError: one is wrong.
@@ -116,8 +118,8 @@ def check_archive(data: bytes, path: str, item: str) -> bool:
     return all_checksums(directory)
 
 
-def _checksum(peek: Peek, content: Content, length: int) -> int | None:
-    """Return the CRC-32 behind the data of a tensor, None if there is none."""
+def _checksum(peek: Peek, content: ItemTensor, length: int) -> int | None:
+    """Return the CRC-32 behind the data of a tensor, None if the archive has none."""
     at = content.start + content.nbytes
     if not content.nbytes or at + _DESCRIPTOR.size > length:
         return None
@@ -127,7 +129,7 @@ def _checksum(peek: Peek, content: Content, length: int) -> int | None:
     return crc or None
 
 
-def _parsed(peek: Peek, length: int) -> Content | None:
+def _parsed(peek: Peek, length: int) -> ItemTensor | None:
     if peek(0, 4) != LOCAL_SIGNATURE:
         return None
     source = _Peeked(peek, length)
@@ -143,8 +145,8 @@ def _parsed(peek: Peek, length: int) -> Content | None:
     return content
 
 
-def _only_tensor(found: Outline, directory: Directory) -> Content | None:
-    """Return the tensor that is all there is in an archive, if its storage holds nothing else."""
+def _only_tensor(found: Outline, directory: Directory) -> ItemTensor | None:
+    """Return the tensor of an archive if that is all it holds, and fills its storage."""
     order = directory.find("byteorder")
     if len(found.tensors) != 1 or found.problems or order is None or order.size != len("little"):
         return None
@@ -159,7 +161,7 @@ def _only_tensor(found: Outline, directory: Directory) -> Content | None:
     if tensor.nbytes != record.size:
         return None
     start = record.data_offset
-    return Content(start, record.size, dtype, tensor.shape, tensor.stride, record.crc or None)
+    return ItemTensor(start, record.size, dtype, tensor.shape, tensor.stride, record.crc or None)
 
 
 class _Peeked:

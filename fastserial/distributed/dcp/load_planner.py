@@ -1,4 +1,4 @@
-"""`FastLoadPlanner`: each rank plans for itself; large pieces may be read by one for several."""
+"""`FastLoadPlanner`: each rank plans for itself; one rank may read a large piece for several."""
 
 from __future__ import annotations
 
@@ -13,17 +13,29 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from fastserial.distributed.dcp.entries import REPLICA, SHARD, kind_of, parts_of
-from fastserial.distributed.dcp.load_sharing import SHARED_FROM, Turn, Want, Wants, pass_on, turns
+from fastserial.distributed.dcp.entries import (
+    REPLICA,
+    SHARD,
+    chunk_of,
+    kind_of,
+    parts_of,
+    whole_box,
+)
+from fastserial.distributed.dcp.load_sharing import (
+    SHARED_FROM,
+    PieceRequest,
+    RankRequests,
+    SharedRead,
+    pass_on,
+    shared_reads,
+)
 from fastserial.distributed.ranks.group import collective, node_name
-from fastserial.distributed.sharding.boxes import Box
 from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["FastLoadPlanner"]
@@ -33,7 +45,13 @@ _KNOWN = {"flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load"}
 
 
 class FastLoadPlanner(DefaultLoadPlanner):
-    """The `planner` of `dcp.load`. It takes the arguments of `DefaultLoadPlanner`."""
+    """The `planner` of `dcp.load`.
+
+        reader = distributed.FastStorageReader("folder")
+        dcp.load({"step": 0}, storage_reader=reader, planner=distributed.FastLoadPlanner())
+
+    It takes the arguments of `DefaultLoadPlanner`.
+    """
 
     def __init__(
         self, *args: Any, broadcast: bool | Literal["auto"] = "auto", **kwargs: Any
@@ -42,20 +60,20 @@ class FastLoadPlanner(DefaultLoadPlanner):
 
         Args:
             args, kwargs: of `DefaultLoadPlanner`.
-            broadcast: pieces of 1 MiB and more that several ranks want are read by one of them
-                and sent on, with `FastStorageReader`, in a load by all ranks of the job. `"auto"`:
-                if these are on several nodes; on one the page cache is faster.
+            broadcast: pieces of 1 MiB and more that several ranks request are read by one of them,
+                which sends them to the others, with `FastStorageReader`, in a load by all ranks of
+                the job. `"auto"`: if these are on several nodes; on one the page cache is faster.
         """
         super().__init__(*args, **kwargs)
         self._broadcast = broadcast
         self._shared: list[ReadItem] = []
-        self._turns: list[Turn] | None = None
-        self._stock_rules = not set(kwargs) <= _KNOWN  # of a later torch: it knows what they mean
+        self._reads: list[SharedRead] | None = None
+        self._plans_as_stock = not set(kwargs) <= _KNOWN  # arguments of a later torch
         self._own: LoadPlan | None = None
         self._views: dict[MetadataIndex, torch.Tensor] = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """Make this rank's plan, and keep it; only what others might want, too, is told.
+        """Make and keep this rank's plan; return only the pieces that others may request, too.
 
         Raises:
             RuntimeError: the checkpoint lacks a key.
@@ -63,21 +81,21 @@ class FastLoadPlanner(DefaultLoadPlanner):
         """
         self._views = {}
         with paused_collection():
-            items = None if self._stock_rules else self._items()
+            items = None if self._plans_as_stock else self._items()
         self._own = own = super().create_local_plan() if items is None else LoadPlan(items)
-        self._shared, self._turns = [], None
+        self._shared, self._reads = [], None
         if not self._broadcast or _ranks_of_job() < 2:
             return LoadPlan([])
-        pieces: list[Want] = []
+        pieces: list[PieceRequest] = []
         for item in own.items:
-            want = self._want(item)
-            if want is not None:
+            request = self._request(item)
+            if request is not None:
                 self._shared.append(item)
-                pieces.append(want)
-        return LoadPlan([], planner_data=Wants(dist.get_rank(), node_name(), pieces))
+                pieces.append(request)
+        return LoadPlan([], planner_data=RankRequests(dist.get_rank(), node_name(), pieces))
 
-    def _want(self, item: ReadItem) -> Want | None:
-        """Return what others may want, too, None if it is little."""
+    def _request(self, item: ReadItem) -> PieceRequest | None:
+        """Return the request for an item that others may request, too; None if it is small."""
         index = item.storage_index
         if item.type != LoadItemType.TENSOR:
             return None
@@ -86,20 +104,20 @@ class FastLoadPlanner(DefaultLoadPlanner):
         if nbytes < SHARED_FROM:
             return None
         places = (tuple(index.offset or ()), tuple(item.storage_offsets), tuple(item.lengths))
-        return Want(index.fqn, *places, target.dtype, nbytes)
+        return PieceRequest(index.fqn, *places, target.dtype, nbytes)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans as they are, or with what each rank reads for others."""
-        told = [plan.planner_data for plan in global_plan]
-        # A planner is not told the group: only that of the whole job, in its order, is sure.
-        able = len(told) == _ranks_of_job() and all(
-            isinstance(wants, Wants)
-            and wants.rank == rank
-            and getattr(plan.storage_data, "takes_turns", False)
-            for rank, (wants, plan) in enumerate(zip(told, global_plan, strict=True))
+        requests = [plan.planner_data for plan in global_plan]
+        # A planner does not know the group: it has to be that of the whole job, in its order.
+        able = len(requests) == _ranks_of_job() and all(
+            isinstance(one, RankRequests)
+            and one.rank == rank
+            and getattr(plan.storage_data, "passes_on", False)
+            for rank, (one, plan) in enumerate(zip(requests, global_plan, strict=True))
         )
-        several = self._broadcast != "auto" or len({wants.node for wants in told if able}) > 1
-        made = turns(told) if able and several else []
+        several = self._broadcast != "auto" or len({one.node for one in requests if able}) > 1
+        made = shared_reads(requests) if able and several else []
         if not any(made):
             return [replace(plan, planner_data=None) for plan in global_plan]
         return [
@@ -111,23 +129,25 @@ class FastLoadPlanner(DefaultLoadPlanner):
         own, self._own = self._own, None
         if own is None:
             return super().finish_plan(new_plan)
-        told = new_plan.planner_data
-        self._turns = told if isinstance(told, list) else None
+        shared = new_plan.planner_data
+        self._reads = shared if isinstance(shared, list) else None
         items = own.items
-        if self._turns is not None:
+        if self._reads is not None:
             rank = dist.get_rank()
-            received = {id(self._shared[turn.want]) for turn in self._turns if turn.reader != rank}
+            received = {
+                id(self._shared[read.number]) for read in self._reads if read.reader != rank
+            }
             items = [item for item in items if id(item) not in received]
         return replace(own, items=items, storage_data=new_plan.storage_data)
 
     @contextmanager
     def passing_on(self) -> Iterator[None]:
-        """Pass on what the body has read, and get what others have.
+        """Send to other ranks what the body has read, and receive what they have.
 
         Raises:
             DistributedError: a rank failed.
         """
-        mine, self._turns = self._turns, None
+        mine, self._reads = self._reads, None
         if mine is None:
             yield
             return
@@ -135,18 +155,18 @@ class FastLoadPlanner(DefaultLoadPlanner):
             yield
             items = self._shared
             pass_on(mine, lambda number: self.resolve_tensor(items[number]).detach(), traffic)
-            for turn in mine:
-                if turn.reader != traffic.rank:
-                    item = items[turn.want]
+            for read in mine:
+                if read.reader != traffic.rank:
+                    item = items[read.number]
                     self.commit_tensor(item, self.resolve_tensor(item).detach())
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the tensor that an index names."""
+        """Return the tensor of an index."""
         view = self._views.get(index)
         return view if view is not None else super().lookup_tensor(index)
 
     def _items(self) -> list[ReadItem] | None:
-        """Return what is to be read; None: torch has to say, as it does with old checkpoints."""
+        """Return what is to be read; None: torch has to plan, as for old checkpoints."""
         if self.metadata is None:
             return None
         entries = self.metadata.state_dict_metadata
@@ -178,8 +198,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
         meshes: dict[int, tuple[int, ...]],
     ) -> list[ReadItem]:
         if kind == REPLICA:
-            shape = tuple(value.shape)
-            boxes = [Box((0,) * len(shape), shape)]
+            boxes = [whole_box(value.shape)]
         elif value.device_mesh.get_coordinate() is None:
             return []
         else:
@@ -187,11 +206,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
             boxes = [box for box, _ in parts]
             for box, view in parts:
                 self._views[MetadataIndex(key, box.offsets)] = view
-        chunks = [
-            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-            for box in boxes
-        ]
-        return list(create_read_items_for_chunk_list(key, entry, chunks))
+        return list(create_read_items_for_chunk_list(key, entry, list(map(chunk_of, boxes))))
 
 
 def _ranks_of_job() -> int:

@@ -1,4 +1,4 @@
-"""Large pieces that several ranks want: one of them reads each, and sends it on to the others."""
+"""Large pieces that several ranks request: one of them reads each, and sends it to the others."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import NamedTuple
 
 import torch
 
-from fastserial.distributed.plan.balance import Item, shares
+from fastserial.distributed.plan.balance import Workload, assign
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.memory.storages import is_plain
 
-__all__ = ["SHARED_FROM", "Turn", "Want", "Wants", "pass_on", "turns"]
+__all__ = ["SHARED_FROM", "PieceRequest", "RankRequests", "SharedRead", "pass_on", "shared_reads"]
 
-SHARED_FROM = 1024 * 1024  # bytes of a piece that is sent on rather than read again
-_PIECE = 32 * 1024 * 1024  # bytes on their way to one rank at once
+SHARED_FROM = 1024 * 1024  # bytes; smaller pieces are read by each rank
+_MESSAGE = 32 * 1024 * 1024  # bytes of one message
 
 
-class Want(NamedTuple):
+class PieceRequest(NamedTuple):
     """A piece of a stored tensor.
 
     Attributes:
-        key, chunk: which part of the checkpoint it is in.
-        first, lengths: which part of that.
-        dtype: in which it is wanted.
+        key, chunk: of the part of the checkpoint that it is in.
+        first, lengths: the elements of that part.
+        dtype: of the target.
         nbytes: of it.
     """
 
@@ -35,95 +35,95 @@ class Want(NamedTuple):
     nbytes: int
 
 
-class Wants(NamedTuple):
-    """What a rank of the job wants, and the node it is on."""
+class RankRequests(NamedTuple):
+    """The pieces that a rank of the job requests, and the node that it is on."""
 
     rank: int
     node: str
-    pieces: list[Want]
+    pieces: list[PieceRequest]
 
 
-class Turn(NamedTuple):
+class SharedRead(NamedTuple):
     """A piece that is read by one rank and sent to others.
 
     Attributes:
-        want: its number among the pieces that this rank wants.
+        number: of the piece among those that this rank requests.
         reader, receivers: ranks.
     """
 
-    want: int
+    number: int
     reader: int
     receivers: tuple[int, ...]
 
 
-def turns(told: Sequence[Wants]) -> list[list[Turn]]:
-    """Return each rank's turns, in an order that is the same on all.
+def shared_reads(ranks: Sequence[RankRequests]) -> list[list[SharedRead]]:
+    """Return each rank's shared reads, in an order that is the same on all.
 
-    Each piece is read by one of those who want it, so that all of them read about as much.
+    Each piece is read by one of the ranks that request it, so that all of them read about as much.
     """
-    wanting: dict[Want, list[tuple[int, int]]] = {}
-    for rank, wants in enumerate(told):
-        for number, want in enumerate(wants.pieces):
-            wanting.setdefault(want, []).append((rank, number))
-    wanted = [
-        (want, found)
-        for want, found in wanting.items()
+    requesting: dict[PieceRequest, list[tuple[int, int]]] = {}
+    for rank, requests in enumerate(ranks):
+        for number, piece in enumerate(requests.pieces):
+            requesting.setdefault(piece, []).append((rank, number))
+    shared = [
+        (piece, found)
+        for piece, found in requesting.items()
         if len({rank for rank, _ in found}) == len(found)  # none twice on one rank
     ]
-    items = [Item(want.nbytes, tuple(rank for rank, _ in found)) for want, found in wanted]
-    made: list[list[Turn]] = [[] for _ in told]
-    for share in shares(items, len(told)):
-        found = wanted[share.item][1]
+    items = [Workload(piece.nbytes, tuple(rank for rank, _ in found)) for piece, found in shared]
+    made: list[list[SharedRead]] = [[] for _ in ranks]
+    for share in assign(items, len(ranks)):
+        found = shared[share.item][1]
         receivers = tuple(rank for rank, _ in found if rank != share.rank)
         for rank, number in found if receivers else ():
-            made[rank].append(Turn(number, share.rank, receivers))
+            made[rank].append(SharedRead(number, share.rank, receivers))
     return made
 
 
 def pass_on(
-    mine: Sequence[Turn], target_of: Callable[[int], torch.Tensor], traffic: Traffic
+    mine: Sequence[SharedRead], target_of: Callable[[int], torch.Tensor], traffic: Traffic
 ) -> None:
     """Send what this rank has read, and receive what others have.
 
     Args:
-        target_of: where a piece belongs, by its number.
+        target_of: returns the target of a piece, by its number.
 
     Raises:
         DistributedError: a rank failed.
     """
-    under_way: list[Callable[[], None]] = []
-    for want, reader, receivers in mine:
-        for piece in _pieces(target_of(want)):
-            straight = is_plain(piece) and piece.is_contiguous() and piece.device.type == "cpu"
+    pending: list[Callable[[], None]] = []
+    for number, reader, receivers in mine:
+        for piece in _messages(target_of(number)):
+            is_host = is_plain(piece) and piece.is_contiguous() and piece.device.type == "cpu"
             host = piece
-            if not straight:
+            if not is_host:
                 host = torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
             data = host.view(-1).view(torch.uint8)
             if reader == traffic.rank:
-                if not straight:
+                if not is_host:
                     host.copy_(piece)
                 started = [traffic.send(rank, data) for rank in receivers]
-                _wait_for(under_way)  # the piece before: two are on their way at most
-                under_way = started
+                _wait_for(pending)  # the message before: at most two are pending
+                pending = started
             else:
                 traffic.receive(reader, data)()
-                if not straight:
+                if not is_host:
                     piece.copy_(host)
-    _wait_for(under_way)
+    _wait_for(pending)
 
 
-def _wait_for(under_way: Sequence[Callable[[], None]]) -> None:
-    for wait in under_way:
+def _wait_for(pending: Sequence[Callable[[], None]]) -> None:
+    for wait in pending:
         wait()
 
 
-def _pieces(target: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Cut a tensor up; where depends on its shape alone."""
+def _messages(target: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Cut a tensor into messages; where depends on its shape alone."""
     dim = max(range(target.dim()), key=lambda dim: (target.shape[dim] > _rows(target), -dim))
-    rows = max(1, _PIECE // max(1, target.numel() * target.itemsize // target.shape[dim]))
+    rows = max(1, _MESSAGE // max(1, target.numel() * target.itemsize // target.shape[dim]))
     for first in range(0, target.shape[dim], rows):
         yield target.narrow(dim, first, min(rows, target.shape[dim] - first))
 
 
 def _rows(target: torch.Tensor) -> int:
-    return target.numel() * target.itemsize // _PIECE
+    return target.numel() * target.itemsize // _MESSAGE

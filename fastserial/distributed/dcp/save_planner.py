@@ -1,14 +1,13 @@
-"""`FastSavePlanner`: equal bytes for all ranks, and no planning while nothing changes."""
+"""`FastSavePlanner`: equal bytes for all ranks, and messages of few bytes."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import pickle
-import secrets
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -20,119 +19,61 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from fastserial.config import current
 from fastserial.distributed.dcp.entries import (
-    OTHER,
     REPLICA,
     SHARD,
-    Part,
+    StateEntry,
+    WritePart,
     entries_of,
     kind_of,
     parts_of,
     replicas_of,
-    same_key,
+    whole_box,
     write_items,
 )
-from fastserial.distributed.dcp.global_plan import Told, global_plan, told_of
-from fastserial.distributed.dcp.metadata_file import SentMetadata
+from fastserial.distributed.dcp.global_plan import RankEntries, global_plan
 from fastserial.distributed.ranks.copies import checksums, differing, ranks_in_words
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.pieces import oddity
-from fastserial.distributed.state.facts import facts_of
 from fastserial.errors import UnknownPlacementError
 from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["FastSavePlanner"]
 
-_MOST = 4  # plans that are kept
 _PLANNING = ("create_local_plan", "create_global_plan", "finish_plan", "lookup_object")
 
 
-class _Message(NamedTuple):
-    """What a rank tells the coordinator.
+class _FromRank(NamedTuple):
+    """What a rank sends to the coordinator.
 
     Attributes:
-        numbers: of the kept plans that were made of just what it has.
-        told: the pickle of what it has (`Told`).
-        sums: checksums of its plain tensors that may be cut.
+        entries: a pickle of `RankEntries`.
+        sums: checksums of the plain tensors that may be cut.
     """
 
-    numbers: tuple[int, ...]
-    told: bytes
+    entries: bytes
     sums: dict[str, int]
 
 
-class _Orders(NamedTuple):
-    """The number of the plan, and what a rank is to write; None: what that plan says already."""
+class _ToRank(NamedTuple):
+    """What the coordinator sends back: the parts that a rank is to write."""
 
-    number: int
-    parts: list[Part] | None
+    parts: list[WritePart]
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """What this rank has, and its part of a plan.
+@lru_cache(maxsize=4)
+def _planned(entries: tuple[bytes, ...], lowest: bool, apart: frozenset[str]) -> bytes:
+    """Return a pickle of `global_plan`'s result: who gets the result may change it.
 
-    Attributes:
-        facts, settings: what decides the rest; of `None` it is not known.
-        told, pickled: what it tells, and that as it is sent.
-        replicas: see `replicas_of`.
-        items: that it writes.
+    A plan is used again if all ranks have the entries that it was made for.
     """
-
-    facts: list[Any] | None
-    settings: Any
-    told: Told
-    pickled: bytes
-    replicas: list[str]
-    items: Sequence[WriteItem] = ()
-
-
-class _Planned(NamedTuple):
-    """A plan, as the coordinator keeps it: who gets the metadata may change it, in any depth.
-
-    Attributes:
-        number: of the plan, a random one.
-        parts: what each rank writes.
-        keys, entries: of the metadata; a pickle of the latter.
-        paths: where in the nested state the keys are.
-    """
-
-    number: int
-    parts: list[list[Part]]
-    keys: list[str]
-    entries: bytes
-    paths: dict[str, Any] | None
-
-    def metadata(self) -> Metadata:
-        with paused_collection():
-            entries = dict(zip(self.keys, pickle.loads(self.entries), strict=True))
-        return SentMetadata(entries, planner_data=None if self.paths is None else dict(self.paths))
-
-
-@lru_cache(maxsize=_MOST)
-def _planned(told: tuple[bytes, ...], lowest: bool, apart: frozenset[str]) -> _Planned:
-    """Return the plan of what all ranks tell, given as pickles; see `global_plan`."""
-    with paused_collection():
-        parts, metadata = global_plan(list(map(pickle.loads, told)), lowest, apart)
-        entries = metadata.state_dict_metadata
-        pickled = pickle.dumps(list(entries.values()))
-    keys = list(map(same_key, entries))
-    return _Planned(secrets.randbits(62), parts, keys, pickled, metadata.planner_data)
-
-
-# Plans of this process by their numbers, those used last behind.
-_own: dict[int, _Own] = {}
-
-
-def _keep(number: int, own: _Own) -> None:
-    """Keep a plan, or count it as new; other threads may do so, too."""
-    _own.pop(number, None)
-    _own[number] = own
-    for oldest in list(_own)[:-_MOST]:
-        _own.pop(oldest, None)
+    return pickle.dumps(global_plan([pickle.loads(one) for one in entries], lowest, apart))
 
 
 class FastSavePlanner(DefaultSavePlanner):
     """The `planner` of `dcp.save`. It takes the arguments of `DefaultSavePlanner`.
+
+        writer = distributed.FastStorageWriter("folder")
+        dcp.save({"step": 7}, storage_writer=writer, planner=distributed.FastSavePlanner())
 
     What several ranks have is written by each of them in equal parts; tensors from 1 MiB on are cut
     for that. Plain ones are compared in every save (option `compare`); of one that differs between
@@ -140,7 +81,7 @@ class FastSavePlanner(DefaultSavePlanner):
 
     A class derived from it that overrides what makes plans (`create_local_plan`,
     `create_global_plan`, `finish_plan`, `lookup_object`) gets those of `DefaultSavePlanner`: ours
-    have no items before the end, share what they consist of, and are kept.
+    have no items before the end, and share what they consist of.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -149,13 +90,8 @@ class FastSavePlanner(DefaultSavePlanner):
         if self._plans_as_stock:
             text = f"{type(self).__name__} changes plans: they are those of DefaultSavePlanner"
             warnings.warn(text, UserWarning, stacklevel=2)
-        self._mine: _Own | None = None  # what this rank has, while it is planned
-        self._as_before: dict[int, _Own] = {}  # kept plans of just that, by their numbers
+        self._entries: dict[str, StateEntry] = {}  # of this rank, while the save is planned
         self._meshes: dict[int, tuple[int, ...]] = {}  # what is known of the meshes of this save
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is only for the save that was going on."""
-        return {**vars(self), "_mine": None, "_as_before": {}, "_meshes": {}}
 
     @cached_property
     def _plans_as_stock(self) -> bool:
@@ -163,7 +99,7 @@ class FastSavePlanner(DefaultSavePlanner):
         return any(getattr(kind, name) is not getattr(FastSavePlanner, name) for name in _PLANNING)
 
     def create_local_plan(self) -> SavePlan:
-        """Return what this rank has, or that it is as before.
+        """Return a plan without items, which says what this rank has.
 
         Raises:
             LoadMismatchError: a placement cannot be saved: `Partial`, say.
@@ -172,43 +108,19 @@ class FastSavePlanner(DefaultSavePlanner):
             return super().create_local_plan()
         self._meshes = {}
         with paused_collection():
-            self._mine = mine = self._found()
-        sums = self._sums(mine.replicas)
-        numbers = tuple(self._as_before)
-        self.plan = SavePlan([], planner_data=_Message(numbers, mine.pickled, sums))
+            self._entries = entries = entries_of(self.state_dict)
+        mine = RankEntries.of(entries, self.mappings if self.flatten_state_dict else None)
+        message = _FromRank(pickle.dumps(mine), self._sums(entries))
+        self.plan = SavePlan([], planner_data=message)
         return self.plan
 
-    def _found(self) -> _Own:
-        """Return what this rank has, and find the plans of just that."""
-        kept, settings = list(_own.items()), self._settings()
-        state = self.state_dict
-        found = facts_of(list(state), list(state.values()), others=True)
-        self._as_before = {
-            number: own
-            for number, own in kept
-            if found is not None and own.facts == found and own.settings == settings
-        }
-        if self._as_before:
-            before = next(reversed(self._as_before.values()))
-            return replace(before, facts=found)  # compared faster, of the same objects
-        entries = entries_of(state)
-        told = told_of(entries, self.mappings if self.flatten_state_dict else None)
-        if any(entry.kind == OTHER for entry in entries.values()):
-            found = None  # who knows when torch would plan otherwise
-        return _Own(found, settings, told, pickle.dumps(told), replicas_of(entries))
-
-    def _sums(self, replicas: Sequence[str]) -> dict[str, int]:
+    def _sums(self, entries: Mapping[str, StateEntry]) -> dict[str, int]:
         """Return the checksums of the plain tensors that may be cut."""
         if not dist.is_initialized() or self.dedup_save_to_lowest_rank:
             return {}  # nothing is
-        keys = [key for key in replicas if oddity(self.state_dict[key]) is None]
+        keys = [key for key in replicas_of(entries) if oddity(self.state_dict[key]) is None]
         tensors = [self.state_dict[key] for key in keys]
         return dict(zip(keys, checksums(tensors, current().compare == "all"), strict=True))
-
-    def _settings(self) -> Any:
-        """Return what decides the plan besides the tensors."""
-        nested = dict(self.mappings) if self.flatten_state_dict else None
-        return nested, self.dedup_save_to_lowest_rank, type(self)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return what each rank writes. On the coordinator.
@@ -217,26 +129,22 @@ class FastSavePlanner(DefaultSavePlanner):
             ValueError: the ranks' parts of a tensor do not make up the tensor, or a rank has
                 another kind of planner.
         """
+        messages: list[_FromRank] = [plan.planner_data for plan in all_plans]
+        for rank, message in enumerate(messages):
+            if isinstance(message, _FromRank) is self._plans_as_stock:
+                raise _other_planner(f"rank {rank}")
         if self._plans_as_stock:
-            for rank, plan in enumerate(all_plans):
-                if isinstance(plan.planner_data, _Message):
-                    raise ValueError(_other_planner(rank))
             return super().create_global_plan(all_plans)
-        for rank, plan in enumerate(all_plans):
-            if not isinstance(plan.planner_data, _Message):
-                raise ValueError(_other_planner(rank))
-        messages: list[_Message] = [plan.planner_data for plan in all_plans]
         mixed = differing([message.sums for message in messages])
-        texts = tuple(message.told for message in messages)
-        planned = _planned(texts, self.dedup_save_to_lowest_rank, frozenset(mixed))
-        known = all(planned.number in message.numbers for message in messages)
-        if not known:
-            _warn(mixed)
+        texts = tuple(message.entries for message in messages)
+        with paused_collection():
+            planned = _planned(texts, self.dedup_save_to_lowest_rank, frozenset(mixed))
+            parts, self.metadata = pickle.loads(planned)
+        _warn(mixed)
         plans = [
-            replace(plan, planner_data=_Orders(planned.number, None if known else parts))
-            for plan, parts in zip(all_plans, planned.parts, strict=True)
+            replace(plan, planner_data=_ToRank(mine))
+            for plan, mine in zip(all_plans, parts, strict=True)
         ]
-        self.metadata = planned.metadata()
         return plans, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -247,18 +155,13 @@ class FastSavePlanner(DefaultSavePlanner):
         """
         if self._plans_as_stock:
             return super().finish_plan(new_plan)
-        orders, mine, as_before = new_plan.planner_data, self._mine, self._as_before
-        self._mine, self._as_before = None, {}
-        if not isinstance(orders, _Orders) or mine is None:
-            raise ValueError(_other_planner(None))
-        if orders.parts is None:
-            mine = replace(mine, items=as_before[orders.number].items)
-        else:
-            with paused_collection():
-                mine = replace(mine, items=write_items(mine.told.entries, orders.parts))
-        if mine.facts is not None:
-            _keep(orders.number, mine)
-        self.plan = replace(new_plan, items=list(mine.items), planner_data=self.mappings)
+        message, entries = new_plan.planner_data, self._entries
+        self._entries = {}
+        if not isinstance(message, _ToRank):
+            raise _other_planner("the coordinator")
+        with paused_collection():
+            items = write_items(entries, message.parts)
+        self.plan = replace(new_plan, items=items, planner_data=self.mappings)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -285,21 +188,22 @@ class FastSavePlanner(DefaultSavePlanner):
             return local
         wanted = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         if kind == REPLICA:
-            parts = [(Box((0,) * local.dim(), tuple(local.shape)), local)]
+            parts = [(whole_box(local.shape), local)]
         else:
             parts = parts_of(value, key, self._meshes)
         for box, view in parts:
             if _contains(box, wanted):
                 return view[wanted.slices(box)]
-        raise ValueError(f"{key}: this rank has not the part {wanted}")
+        raise ValueError(f"{key}: this rank does not have the part {wanted}")
 
 
-def _other_planner(rank: int | None) -> str:
-    whose = "the coordinator" if rank is None else f"rank {rank}"
-    return f"{whose} has another kind of planner; use FastSavePlanner on all ranks, or on none"
+def _other_planner(whose: str) -> ValueError:
+    return ValueError(
+        f"{whose} has another kind of planner; use FastSavePlanner on all ranks, or on none"
+    )
 
 
-def _warn(mixed: Mapping[str, list[int]]) -> None:
+def _warn(mixed: Mapping[str, Sequence[int]]) -> None:
     if mixed:
         keys = list(mixed)
         more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""

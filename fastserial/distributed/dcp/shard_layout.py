@@ -1,4 +1,4 @@
-"""Where the items of a rank's file lie, and what writes them: small ones in runs, large ones alone.
+"""The layout of a rank's file: one item after the other, small ones written together.
 
 Each tensor is an archive of `torch.save`.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,8 +17,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config.performance import PACKED_BYTES, PACKED_STORAGE
-from fastserial.distributed.dcp.item_layout import NO_CONTAINER, Frame, frame_of
-from fastserial.distributed.dcp.metadata_file import WriteResults, place_of
+from fastserial.distributed.dcp.item_layout import NO_FRAME, Frame, frame_of
+from fastserial.distributed.dcp.metadata_file import storage_info
 from fastserial.distributed.dcp.tensor_bytes import TensorBytes, bytes_of
 from fastserial.errors import LayoutError
 from fastserial.formats.dcp import Known
@@ -27,12 +28,12 @@ from fastserial.memory.storages import bytes_at, host_bytes
 from fastserial.patching.self_check import self_check
 from fastserial.saving import torch_writer
 
-__all__ = ["Batch", "ShardLayout"]
+__all__ = ["ItemBatch", "ShardLayout"]
 
 _HEAD = 8  # bytes of a tensor that torch may take for a data descriptor
 
 
-class Batch(NamedTuple):
+class ItemBatch(NamedTuple):
     """What was laid out and is to be written next: `nbytes` in extents from byte 0 on."""
 
     extents: list[Extent]
@@ -41,59 +42,58 @@ class Batch(NamedTuple):
     storages: list[torch.UntypedStorage]
 
 
-class _Small(NamedTuple):
-    """An item that is written together with its neighbours.
+@dataclass(slots=True)
+class _PlacedItem:
+    """An item that was laid out (bytes).
 
     Attributes:
-        number: of the item in the file.
-        frame: what surrounds it.
-        data: its bytes, or where they lie on the host; `nbytes` of them.
-        owner: what keeps that memory alive.
-    """
-
-    number: int
-    frame: Frame
-    data: bytes | int
-    nbytes: int
-    owner: object
-
-
-class _Entry(NamedTuple):
-    """An item that was laid out (bytes); `start` and `strides` as in `Known`.
-
-    `described`: `.metadata` says what is in it, so that its checksum can be told.
+        start, strides: as in `Known`; without `start` the reader has to parse the archive.
+        crc: of the tensor's bytes, or of an item of bytes, once they are written.
     """
 
     item: WriteItem
     offset: int
     length: int
     start: int | None
-    strides: tuple[int, ...] | None
-    described: bool
+    strides: tuple[int, ...] | None = None
+    crc: int = 0
 
 
-class _Pending:
-    """The checksums of large tensors that are being written."""
+class _SmallItem(NamedTuple):
+    """An item that is written together with its neighbours.
+
+    Attributes:
+        placed: where it is.
+        frame: what surrounds it.
+        data: its bytes, or where they lie on the host; `nbytes` of them.
+        owner: what keeps that memory alive.
+    """
+
+    placed: _PlacedItem
+    frame: Frame
+    data: bytes | int
+    nbytes: int
+    owner: object
+
+
+class _LargeItems:
+    """The large tensors of a batch; each has a record in the ledger of its checksums."""
 
     def __init__(self) -> None:
+        self.placed: list[_PlacedItem] = []
         self.sizes: list[int] = []
-        self.indices: list[int] = []
         self.ledger = CrcLedger((), ())
-
-    def start(self) -> CrcLedger:
-        self.ledger = CrcLedger(self.sizes, [None] * len(self.sizes))
-        return self.ledger
 
 
 class ShardLayout:
-    """Lays items out one after the other. `take` gives what is to be written next."""
+    """Lays items out one after the other. `take` returns what is to be written next."""
 
     def __init__(
         self,
         name: str,
         bytes_of: Callable[[torch.Tensor], TensorBytes | None] = bytes_of,
     ) -> None:
-        """Begin an empty file.
+        """Start an empty file.
 
         Args:
             name: of the file, as `.metadata` gives it.
@@ -103,21 +103,19 @@ class ShardLayout:
         self._name = name
         self._checksums = torch_writer.checksums_wanted()
         self._alignment = torch_writer.alignment()
-        self._frames_known = _is_layout_known()
+        self._is_zip_known = _is_zip_known()
         self._end = 0
-        self._entries: list[_Entry] = []
-        self._crcs: dict[int, int] = {}
-        self._all_pending: list[_Pending] = []
-        self._begin()
+        self._placed: list[_PlacedItem] = []
+        self._batches: list[_LargeItems] = []
+        self._start_batch()
 
-    def _begin(self) -> None:
-        """Begin the next batch."""
+    def _start_batch(self) -> None:
         self._start = self._end
         self._extents: list[Extent] = []
         self._storages: list[torch.UntypedStorage] = []
-        self._run: list[_Small] = []
-        self._run_nbytes = 0
-        self._pending = _Pending()
+        self._small: list[_SmallItem] = []
+        self._small_nbytes = 0
+        self._large = _LargeItems()
 
     def add(self, item: WriteItem, data: torch.Tensor | io.BytesIO, planned: bool = True) -> None:
         """Append an item; its memory must stay as it is until the batch is written.
@@ -129,7 +127,7 @@ class ShardLayout:
             LayoutError: a sparse tensor, of which stock's reader would leave zeros.
         """
         if not isinstance(data, torch.Tensor):
-            self._add_known(item, bytes(data.getbuffer()), 0)
+            self._add_bytes(item, bytes(data.getbuffer()), 0)
             return
         tensor = data.detach()
         if tensor.layout is not torch.strided:
@@ -137,66 +135,73 @@ class ShardLayout:
                 f"{item.index.fqn}: its layout is {tensor.layout}, which stock cannot load: "
                 "save it dense"
             )
-        found = self._bytes_of(tensor) if self._frames_known else None
-        planned = planned and _is_as_planned(item, tensor)
-        if found is None:
-            self._add_known(item, _saved_by_torch(tensor), None)
-            return
-        try:
-            frame = frame_of(
-                tensor.dtype, tensor.shape, found.strides, self._alignment, self._checksums
-            )
-        except LayoutError:
-            self._add_known(item, _saved_by_torch(tensor), None)
-            return
-        self._add_tensor(item, tensor, found, frame, planned)
+        found = self._bytes_of(tensor) if self._is_zip_known else None
+        frame = self._frame(tensor, found) if found is not None else None
+        if found is None or frame is None:
+            self._add_bytes(item, _saved_by_torch(tensor), None)
+        else:
+            self._add_tensor(item, tensor, found, frame, planned and _is_as_planned(item, tensor))
 
-    def take(self) -> Batch:
+    def take(self) -> ItemBatch:
         """Return what was laid out since the last call."""
-        self._end_run()
-        ledger = self._pending.start()
-        batch = Batch(self._extents, self._end - self._start, ledger, self._storages)
-        self._all_pending.append(self._pending)
-        self._begin()
+        self._end_small()
+        large = self._large
+        large.ledger = CrcLedger(large.sizes, [None] * len(large.sizes))
+        self._batches.append(large)
+        batch = ItemBatch(self._extents, self._end - self._start, large.ledger, self._storages)
+        self._start_batch()
         return batch
 
-    def results(self) -> WriteResults:
+    def results(self) -> list[WriteResult]:
         """Return where the items are, once all of them are written."""
-        for pending in self._all_pending if self._checksums else ():
-            for record, index in enumerate(pending.indices):
-                self._crcs[index] = pending.ledger.wait(record)
-        found = WriteResults()
-        for index, (item, offset, length, start, strides, described) in enumerate(self._entries):
-            crc = self._crcs[index] if self._checksums and described else None
-            place = place_of(self._name, offset, length, tuple(Known(start, crc, strides)))
-            found.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
-        return found
+        for large in self._batches if self._checksums else ():
+            for record, placed in enumerate(large.placed):
+                placed.crc = large.ledger.wait(record)
+        return [self._result(placed) for placed in self._placed]
+
+    def _result(self, placed: _PlacedItem) -> WriteResult:
+        known = None
+        if placed.start is not None:
+            known = Known(placed.start, placed.crc if self._checksums else None, placed.strides)
+        info = storage_info(self._name, placed.offset, placed.length, known)
+        return WriteResult(index=placed.item.index, size_in_bytes=placed.length, storage_data=info)
 
     # -- one item ------------------------------------------------------------------------------
 
-    def _enter(
+    def _frame(self, tensor: torch.Tensor, found: TensorBytes) -> Frame | None:
+        """Return what surrounds a tensor's bytes; None if only torch knows."""
+        head = b""
+        if found.nbytes >= _HEAD:
+            address = found.address
+            head = bytes_at(address, _HEAD) if address else host_bytes(found.memory, _HEAD)
+            head = head if lookalike_of(head) is not None else b""
+        kind = tensor.dtype, tensor.shape, found.strides
+        try:
+            return frame_of(*kind, self._alignment, self._checksums, head)
+        except LayoutError:
+            return None
+
+    def _place(
         self,
         item: WriteItem,
         length: int,
         start: int | None,
         strides: tuple[int, ...] | None = None,
-        described: bool = True,
-    ) -> int:
-        """Give an item its place; return its index."""
-        self._entries.append(_Entry(item, self._end, length, start, strides, described))
+    ) -> _PlacedItem:
+        placed = _PlacedItem(item, self._end, length, start, strides)
+        self._placed.append(placed)
         self._end += length
-        return len(self._entries) - 1
+        return placed
 
-    def _add_known(self, item: WriteItem, data: bytes, start: int | None) -> None:
-        """Append bytes."""
+    def _add_bytes(self, item: WriteItem, data: bytes, start: int | None) -> None:
         length = len(data)
-        index = self._enter(item, length, start)
+        placed = self._place(item, length, start)
         if length <= PACKED_STORAGE:
-            self._join(_Small(index, NO_CONTAINER, data, length, None), length)
+            self._add_small(_SmallItem(placed, NO_FRAME, data, length, None))
             return
-        self._end_run()
-        self._crcs[index] = crc32(data) if self._checksums else 0
-        self._put(self._end - length, Literal(data))
+        self._end_small()
+        placed.crc = crc32(data) if self._checksums else 0
+        self._put(placed.offset, Literal(data))
 
     def _add_tensor(
         self,
@@ -204,72 +209,59 @@ class ShardLayout:
         tensor: torch.Tensor,
         found: TensorBytes,
         frame: Frame,
-        described: bool,
+        planned: bool,
     ) -> None:
-        nbytes = found.nbytes
-        length = len(frame.head) + nbytes + frame.tail_nbytes
+        nbytes, head_nbytes = found.nbytes, len(frame.head)
         strides = None if tensor.is_contiguous() else found.strides
-        start = len(frame.head) if described else None  # None: whoever reads it has to look
-        index = self._enter(item, length, start, strides, described)
+        start = head_nbytes if planned else None
+        placed = self._place(item, head_nbytes + nbytes + frame.tail_nbytes, start, strides)
         if nbytes == 0 or (found.address and nbytes <= PACKED_STORAGE):
-            self._join(_Small(index, frame, found.address, nbytes, tensor), length)
+            self._add_small(_SmallItem(placed, frame, found.address, nbytes, tensor))
             return
-        self._end_run()
+        self._end_small()
         self._storages.append(tensor.untyped_storage())
-        pending = self._pending
-        record = len(pending.sizes)
-        pending.sizes.append(nbytes)
-        pending.indices.append(index)
-        offset = self._end - length
-        self._put(offset, Literal(frame.head))
+        large, record = self._large, len(self._large.sizes)
+        large.sizes.append(nbytes)
+        large.placed.append(placed)
+        self._put(placed.offset, Literal(frame.head))
         data = Data(found.memory, nbytes, record if self._checksums else None)
-        self._put(offset + len(frame.head), data)
-        if frame.tail_nbytes:
-            head = host_bytes(found.memory, _HEAD) if nbytes >= _HEAD else b""
-            tail = functools.partial(self._tail, frame, pending, record, lookalike_of(head))
-            self._put(self._end - frame.tail_nbytes, Made(frame.tail_nbytes, tail))
+        self._put(placed.offset + head_nbytes, data)
+        tail = functools.partial(self._tail, frame, large, record)
+        self._put(self._end - frame.tail_nbytes, Made(frame.tail_nbytes, tail))
 
-    def _tail(self, frame: Frame, pending: _Pending, record: int, lookalike: int | None) -> bytes:
-        crc = pending.ledger.wait(record) if self._checksums else 0
-        return frame.tail(crc, lookalike)
+    def _tail(self, frame: Frame, large: _LargeItems, record: int) -> bytes:
+        return frame.tail(large.ledger.wait(record) if self._checksums else 0)
 
     def _put(self, offset: int, source: Literal | Data | Made) -> None:
-        if source.length:
-            self._extents.append(Extent(offset - self._start, source.length, source))
+        self._extents.append(Extent(offset - self._start, source.length, source))
 
-    # -- runs of small ones --------------------------------------------------------------------
+    # -- small items ---------------------------------------------------------------------------
 
-    def _join(self, small: _Small, length: int) -> None:
-        """Add what was given a place last to the run."""
-        if not small.nbytes:
-            self._crcs[small.number] = 0
-        self._run.append(small)
-        self._run_nbytes += length
-        if self._run_nbytes >= PACKED_BYTES:
-            self._end_run()
+    def _add_small(self, small: _SmallItem) -> None:
+        self._small.append(small)
+        self._small_nbytes += small.placed.length
+        if self._small_nbytes >= PACKED_BYTES:
+            self._end_small()
 
-    def _end_run(self) -> None:
-        run, nbytes = self._run, self._run_nbytes
-        if nbytes:
-            made = Made(nbytes, functools.partial(self._joined, run))
-            last = self._extents[-1] if self._extents else None
-            offset = last.offset + last.length if last is not None else 0
-            self._extents.append(Extent(offset, nbytes, made))
-        self._run, self._run_nbytes = [], 0
+    def _end_small(self) -> None:
+        """Put the small items since the last large one into one extent."""
+        if self._small_nbytes:
+            made = Made(self._small_nbytes, functools.partial(self._joined, self._small))
+            self._put(self._small[0].placed.offset, made)
+        self._small, self._small_nbytes = [], 0
 
-    def _joined(self, run: list[_Small]) -> bytes:
-        """Return the bytes of a run; its checksums are known then."""
+    def _joined(self, items: list[_SmallItem]) -> bytes:
+        """Return the bytes of small items; their checksums are known then."""
         parts: list[bytes] = []
-        for number, frame, source, nbytes, _ in run:
+        for placed, frame, source, nbytes, _ in items:
             data = source if isinstance(source, bytes) else bytes_at(source, nbytes)
-            crc = crc32(data) if self._checksums else 0
-            self._crcs[number] = crc
-            parts += (frame.head, data, frame.tail(crc, lookalike_of(data[:_HEAD])))
+            placed.crc = crc32(data) if self._checksums else 0
+            parts += (frame.head, data, frame.tail(placed.crc))
         return b"".join(parts)
 
 
 def _is_as_planned(item: WriteItem, tensor: torch.Tensor) -> bool:
-    """Return whether `.metadata` tells the dtype and shape of what is saved."""
+    """Return whether `.metadata` has the dtype and shape of what is saved."""
     planned = item.tensor_data
     return (
         planned is not None
@@ -289,6 +281,6 @@ def _saved_by_torch(tensor: torch.Tensor) -> bytes:
 
 
 @functools.cache
-def _is_layout_known() -> bool:
+def _is_zip_known() -> bool:
     """Return whether our zip layout is the one of this torch."""
     return self_check() is None

@@ -12,11 +12,11 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from fastserial.checksums import crc32, crc_mismatch
-from fastserial.distributed.dcp.item_structure import Content, Structures, check_archive
+from fastserial.distributed.dcp.item_structure import ItemParser, ItemTensor, check_archive
 from fastserial.distributed.dcp.metadata_file import known_of
 from fastserial.distributed.reading.grid import grid_of
 from fastserial.distributed.reading.part_reader import PartReader
-from fastserial.distributed.reading.windows import Target
+from fastserial.distributed.reading.windows import ReadTarget
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.file_index import FileTensor, Record
 from fastserial.errors import (
@@ -28,20 +28,20 @@ from fastserial.errors import (
 from fastserial.formats.source import read_exactly
 from fastserial.loading.reader import FastFileReader
 
-__all__ = ["ShardReader", "Wanted"]
+__all__ = ["ShardReader", "WantedItem"]
 
 
-class Wanted(NamedTuple):
-    """An item, and who wants it.
+class WantedItem(NamedTuple):
+    """An item that is to be read.
 
     Attributes:
-        place: what `.metadata` says of where it is.
-        requests: of this rank.
+        info: where it is, as `.metadata` has it.
+        requests: of this rank for it.
         name: for errors.
-        dtype, shape: what `.metadata` says of the tensor; None for bytes.
+        dtype, shape: of the tensor, as `.metadata` has them; None for bytes.
     """
 
-    place: Any
+    info: Any
     requests: list[ReadItem]
     name: str
     dtype: torch.dtype | None
@@ -52,36 +52,36 @@ class ShardReader:
     """Reads items of an open file."""
 
     def __init__(
-        self, reader: FastFileReader, planner: LoadPlanner, verify: bool, structures: Structures
+        self, reader: FastFileReader, planner: LoadPlanner, verify: bool, parser: ItemParser
     ) -> None:
         """Read from `reader` for `planner`.
 
         Args:
             verify: compare the CRC-32 of each item.
-            structures: what was seen in other files.
+            parser: of the items; it remembers those of other files.
         """
         self.all_verified = verify
         self._reader = reader
         self._planner = planner
         self._verify = verify
-        self._structures = structures
+        self._parser = parser
 
-    def read(self, items: Sequence[Wanted]) -> None:
-        """Read items, and hand them to the planner.
+    def read(self, items: Sequence[WantedItem]) -> None:
+        """Read items, and pass them to the planner.
 
         Raises:
             CorruptCheckpointError: an item is damaged.
             OSError: the file cannot be read.
         """
-        found: list[tuple[Wanted, Content]] = []
-        for wanted in sorted(items, key=lambda one: int(one.place.offset)):
-            if wanted.place.offset + wanted.place.length > self._reader.size:
+        found: list[tuple[WantedItem, ItemTensor]] = []
+        for wanted in sorted(items, key=lambda one: int(one.info.offset)):
+            if wanted.info.offset + wanted.info.length > self._reader.size:
                 raise self._damaged(wanted, "the file ends before it does")
             content = self._content(wanted)
             if content is not None:
                 found.append((wanted, content))
                 continue
-            data = read_exactly(self._reader.fd, wanted.place.offset, wanted.place.length)
+            data = read_exactly(self._reader.fd, wanted.info.offset, wanted.info.length)
             if wanted.dtype is None:
                 self._take_bytes(wanted, data)
             else:
@@ -90,14 +90,14 @@ class ShardReader:
             self._read_tensors(found)
         self._reader.check_unchanged()
 
-    def _read_tensors(self, found: Sequence[tuple[Wanted, Content]]) -> None:
-        """Read tensors in one pass over the file, large ones straight to where they belong."""
-        targets: list[Target] = []
+    def _read_tensors(self, found: Sequence[tuple[WantedItem, ItemTensor]]) -> None:
+        """Read tensors in one pass over the file, large ones directly into their targets."""
+        targets: list[ReadTarget] = []
         records: list[Record] = []
-        of_records: list[Wanted] = []
+        of_records: list[WantedItem] = []
         filled: list[tuple[ReadItem, torch.Tensor]] = []
         for wanted, content in found:
-            start = wanted.place.offset + content.start
+            start = wanted.info.offset + content.start
             stored = FileTensor(0, content.dtype, content.shape, content.strides, start)
             grid = grid_of(stored) if content.nbytes else None
             before = len(targets)
@@ -106,7 +106,7 @@ class ShardReader:
                 target = self._target(request, box.sizes)
                 filled.append((request, target))
                 if grid is not None and box.numel:
-                    targets.append(Target(grid, grid.box_of(box), target))
+                    targets.append(ReadTarget(grid, grid.box_of(box), target))
             if len(targets) == before:
                 continue
             if self._verify and content.crc is not None:
@@ -126,7 +126,7 @@ class ShardReader:
         for request, target in filled:
             self._planner.commit_tensor(request, target)
 
-    def _take_bytes(self, wanted: Wanted, data: bytes) -> None:
+    def _take_bytes(self, wanted: WantedItem, data: bytes) -> None:
         self._check_whole(wanted, data)
         try:
             for request in wanted.requests:
@@ -136,41 +136,41 @@ class ShardReader:
                 f"it cannot be loaded: {error}", path=self._reader.name, record=wanted.name
             ) from error
 
-    def _check_whole(self, wanted: Wanted, data: bytes) -> None:
-        """Compare the checksums of an item that is bytes, or that only torch knows how to load."""
-        known = known_of(wanted.place)
+    def _check_whole(self, wanted: WantedItem, data: bytes) -> None:
+        """Compare the checksums of an item of bytes, or one that only torch can load."""
+        known = known_of(wanted.info)
         if known is not None:
             self._check(wanted, crc32(data), known.crc)
         elif self._verify:
             self.all_verified &= check_archive(data, self._reader.name, wanted.name)
 
-    def _loaded_by_torch(self, wanted: Wanted, data: bytes) -> torch.Tensor:
+    def _loaded_by_torch(self, wanted: WantedItem, data: bytes) -> torch.Tensor:
         self._check_whole(wanted, data)
         try:
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:  # stock raises it; it says what to allow
+        except pickle.UnpicklingError as error:  # its text says which class to allow
             raise UnreadableCheckpointError(
                 f"torch does not load it: {error}", path=self._reader.name, record=wanted.name
             ) from error
         except Exception as error:
             raise self._damaged(wanted, f"torch cannot load it: {error}") from error
         if not isinstance(loaded, torch.Tensor):
-            raise self._damaged(wanted, f"it holds no tensor, but {type(loaded).__name__}")
+            raise self._damaged(wanted, f"it holds {type(loaded).__name__}, not a tensor")
         return loaded
 
-    def _content(self, wanted: Wanted) -> Content | None:
-        """Return the tensor in an item, None if only torch knows how to load it."""
-        length, dtype, shape = wanted.place.length, wanted.dtype, wanted.shape
+    def _content(self, wanted: WantedItem) -> ItemTensor | None:
+        """Return the tensor in an item, None if only torch can load it."""
+        length, dtype, shape = wanted.info.length, wanted.dtype, wanted.shape
         if dtype is None:
             return None
 
         def peek(first: int, count: int) -> bytes:
-            offset = wanted.place.offset + first
+            offset = wanted.info.offset + first
             return os.pread(self._reader.fd, min(count, length - first), offset)
 
         try:
-            known = known_of(wanted.place)
-            return self._structures.content(peek, length, dtype, shape, known)
+            known = known_of(wanted.info)
+            return self._parser.tensor_in(peek, length, dtype, shape, known)
         except UnreadableCheckpointError as error:
             error.path, error.record = self._reader.name, wanted.name
             raise
@@ -178,8 +178,8 @@ class ShardReader:
             text = error.message if isinstance(error, CorruptCheckpointError) else str(error)
             raise self._damaged(wanted, text) from error
 
-    def _deliver(self, wanted: Wanted, tensor: torch.Tensor) -> None:
-        """Copy a tensor, or parts of it, to where they are wanted."""
+    def _deliver(self, wanted: WantedItem, tensor: torch.Tensor) -> None:
+        """Copy a tensor, or parts of it, to the targets."""
         for request in wanted.requests:
             part = tensor
             if tuple(request.lengths) != tuple(tensor.shape):  # a sparse one cannot be cut
@@ -192,22 +192,22 @@ class ShardReader:
 
     def _target(self, request: ReadItem, shape: tuple[int, ...]) -> torch.Tensor:
         target = self._planner.resolve_tensor(request)
-        if target.layout is torch.strided:  # a sparse one would stay as it is
+        if target.layout is torch.strided:  # `copy_` into a detached sparse one has no effect
             target = target.detach()
         if tuple(target.shape) != shape:
             raise LoadMismatchError(
-                f"{request.dest_index.fqn} wants shape {tuple(target.shape)}, but the checkpoint "
-                f"{self._reader.name} has {shape}"
+                f"{request.dest_index.fqn} has the shape {tuple(target.shape)}, but {shape} in the "
+                f"checkpoint {self._reader.name}"
             )
         return target
 
-    def _check(self, wanted: Wanted, crc: int | None, expected: int | None) -> None:
+    def _check(self, wanted: WantedItem, crc: int | None, expected: int | None) -> None:
         if not self._verify or expected is None:
             self.all_verified = False
         elif (mismatch := crc_mismatch(crc, expected)) is not None:
             raise self._damaged(wanted, f"damaged: {mismatch}")
 
-    def _damaged(self, wanted: Wanted, text: str) -> CorruptCheckpointError:
+    def _damaged(self, wanted: WantedItem, text: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            text, path=self._reader.name, record=wanted.name, offset=wanted.place.offset
+            text, path=self._reader.name, record=wanted.name, offset=wanted.info.offset
         )

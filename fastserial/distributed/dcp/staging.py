@@ -13,12 +13,12 @@ __all__ = ["snapshot"]
 
 
 def snapshot(state: Any) -> Any:
-    """Return a copy of a nest of containers; what it shares within is shared in the copy, too."""
+    """Return a copy of a nest of containers; tensors that occur twice are copied once."""
     with torch.no_grad():
         return _copy(state, {})
 
 
-# Copies by the identity of what they are of, which is kept: another object may get it else.
+# Tensors and their copies, by `id`. The tensors are kept: another one could get the `id` else.
 _Copies = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 

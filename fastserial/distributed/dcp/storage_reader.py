@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from fastserial.distributed.dcp.folder import METADATA, metadata_name
-from fastserial.distributed.dcp.item_structure import Structures
-from fastserial.distributed.dcp.shard_reader import ShardReader, Wanted
+from fastserial.distributed.dcp.item_structure import ItemParser
+from fastserial.distributed.dcp.shard_reader import ShardReader, WantedItem
 from fastserial.errors import CheckpointReplacedError, CorruptCheckpointError
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.dcp import is_framed
@@ -37,33 +37,40 @@ __all__ = ["FastStorageReader"]
 _REPLACED = "another save into this folder completed while it was loaded: load again"
 
 
-class _TakesTurns:
-    """Says that `read_data` lets a planner pass on what was read."""
+class _PassesOn:
+    """Tells a planner that `read_data` lets it send on what was read."""
 
-    takes_turns = True
+    passes_on = True
 
 
 class FastStorageReader(FileSystemReader):
-    """The `storage_reader` of `dcp.load`."""
+    """The `storage_reader` of `dcp.load`.
+
+        state = {"model": model.state_dict()}
+        dcp.load(state, storage_reader=distributed.FastStorageReader("folder"))
+
+    Reads folders of stock's writer as well.
+    """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, **stock: Any) -> None:
         """Prepare to load from a folder.
 
         Args:
             path: of the folder.
-            verify: compare the CRC-32 of each item that is read. Then a tensor that is wanted in
-                part is read as a whole.
-            stock: what else `FileSystemReader` takes (`_extension_registry`).
+            verify: compare the CRC-32 of each item that is read. Then a tensor of which a part is
+                wanted is read as a whole.
+            stock: other arguments of `FileSystemReader` (`_extension_registry`).
         """
         super().__init__(path, **stock)
         self._verify = verify
         self._metadata: Metadata | None = None
-        self._seen: tuple[str, FileStamp] | None = None  # path of `.metadata`, and what was there
+        self._tensors: dict[tuple[str, Any], tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._seen: tuple[str, FileStamp] | None = None  # path of `.metadata`, and its state
 
-    # -- what torch.distributed.checkpoint asks of a StorageReader -----------------------------
+    # -- called by torch.distributed.checkpoint ------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load, from another folder if one is given."""
+        """Start another load, from another folder if one is given."""
         super().reset(checkpoint_id)
         self._metadata = None
         self._seen = None
@@ -77,8 +84,8 @@ class FastStorageReader(FileSystemReader):
         """
         rank = kwargs.get("rank")
         if rank is not None and os.path.exists(os.path.join(self.path, METADATA)):
-            # DCP asks for a rank's own after any error with that of all ranks; a damaged one must
-            # not end in an older checkpoint
+            # After any error with the common file, DCP reads the rank's own. A damaged common file
+            # must not lead to an older checkpoint
             self._read_metadata()
         return self._read_metadata(*args, **kwargs)
 
@@ -91,8 +98,8 @@ class FastStorageReader(FileSystemReader):
             return super().read_metadata(*args, **kwargs)
 
     def _is_replaced(self) -> bool:
-        """Return whether `.metadata` is no longer the one that was read."""
-        if self._seen is None:  # the program has it from elsewhere
+        """Return whether `.metadata` was replaced since it was read."""
+        if self._seen is None:  # the program got the metadata elsewhere
             return False
         path, before = self._seen
         try:
@@ -104,16 +111,22 @@ class FastStorageReader(FileSystemReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Learn what is in the checkpoint."""
+        """Take the metadata of the checkpoint."""
         self._metadata = metadata
+        self._tensors = {
+            (key, chunk.offsets): (entry.properties.dtype, tuple(chunk.sizes))
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+            for chunk in entry.chunks
+        }
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan, with the note that planners may leave out what other ranks read."""
-        return replace(plan, storage_data=_TakesTurns())
+        """Return the plan, marked so that planners may leave out what other ranks read."""
+        return replace(plan, storage_data=_PassesOn())
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan wants into what the planner gives for it.
+        """Read the items of a plan into the tensors that the planner resolves.
 
         Raises:
             CorruptCheckpointError: an item is damaged; the error names it and its file.
@@ -133,13 +146,13 @@ class FastStorageReader(FileSystemReader):
         return future
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        structures = Structures()
+        parser = ItemParser()
         with paused_collection():
             files = self._by_file(plan, planner)
         for file, items in files.items():
             began = perf_counter()
             with FastFileReader(os.path.join(self.path, file)) as reader:
-                found = ShardReader(reader, planner, self._verify, structures)
+                found = ShardReader(reader, planner, self._verify, parser)
                 with reader.translated(), paused_collection():
                     found.read(items)
                 report_load(
@@ -156,53 +169,37 @@ class FastStorageReader(FileSystemReader):
 
     # -- the rest ------------------------------------------------------------------------------
 
-    def _by_file(self, plan: LoadPlan, planner: LoadPlanner) -> dict[str, list[Wanted]]:
-        """Return what is wanted of each file; stock reads what went through its extensions."""
+    def _by_file(self, plan: LoadPlan, planner: LoadPlanner) -> dict[str, list[WantedItem]]:
+        """Return the wanted items of each file. Stock reads those that went through extensions."""
         if self._metadata is None:
             raise ValueError("read_data was called before set_up_storage_reader")
-        places = self._metadata.storage_data
-        found: dict[MetadataIndex, Wanted] = {}
+        found: dict[MetadataIndex, WantedItem] = {}
         extended: list[ReadItem] = []
         for request in plan.items:
             index = request.storage_index
-            place = places[index]
-            if getattr(place, "transform_descriptors", None):
+            info = self._metadata.storage_data[index]
+            if getattr(info, "transform_descriptors", None):
                 extended.append(request)
             elif index in found:
                 found[index].requests.append(request)
             else:
-                found[index] = self._wanted(request, place)
+                found[index] = self._wanted(request, info)
         if extended:
             super().read_data(LoadPlan(extended), planner).wait()
-        files: dict[str, list[Wanted]] = {}
+        files: dict[str, list[WantedItem]] = {}
         for wanted in found.values():
-            files.setdefault(wanted.place.relative_path, []).append(wanted)
+            files.setdefault(wanted.info.relative_path, []).append(wanted)
         return files
 
-    def _wanted(self, request: ReadItem, place: Any) -> Wanted:
+    def _wanted(self, request: ReadItem, info: Any) -> WantedItem:
         index = request.storage_index
         if request.type == LoadItemType.BYTE_IO:
-            return Wanted(place, [request], index.fqn, None, ())
-        dtype, shape = self._stored(index)
+            return WantedItem(info, [request], index.fqn, None, ())
         name = index.fqn
         if any(index.offset or ()):
             name = f"{name} at {list(index.offset or ())}"
-        return Wanted(place, [request], name, dtype, shape)
-
-    def _stored(self, index: MetadataIndex) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Return dtype and shape of a chunk."""
-        entries = self._metadata.state_dict_metadata if self._metadata is not None else {}
-        entry = entries.get(index.fqn)
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CorruptCheckpointError(
-                "`.metadata` has no tensor", path=str(self.path), record=index.fqn
-            )
-        chunks, hint = entry.chunks, index.index
-        if hint is not None and hint < len(chunks) and chunks[hint].offsets == index.offset:
-            return entry.properties.dtype, tuple(chunks[hint].sizes)
-        for chunk in chunks:
-            if chunk.offsets == index.offset:
-                return entry.properties.dtype, tuple(chunk.sizes)
-        raise CorruptCheckpointError(
-            f"`.metadata` has no chunk at {index.offset}", path=str(self.path), record=index.fqn
-        )
+        found = self._tensors.get((index.fqn, index.offset))
+        if found is None:
+            text = "`.metadata` has no such part of a tensor"
+            raise CorruptCheckpointError(text, path=str(self.path), record=name)
+        return WantedItem(info, [request], name, *found)

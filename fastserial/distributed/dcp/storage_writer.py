@@ -29,7 +29,8 @@ from torch.futures import Future
 
 from fastserial.config import current
 from fastserial.config.performance import SCATTERED_CHUNK
-from fastserial.distributed.dcp.folder import METADATA, Folder, metadata_name
+from fastserial.distributed.dcp.entries import share_in
+from fastserial.distributed.dcp.folder import METADATA, ShardFolder, metadata_name
 from fastserial.distributed.dcp.metadata_file import encoded
 from fastserial.distributed.dcp.save_planner import FastSavePlanner
 from fastserial.distributed.dcp.shard_layout import ShardLayout
@@ -43,14 +44,23 @@ from fastserial.saving.writer import FastFileWriter
 __all__ = ["FastStorageWriter"]
 
 _VERSION = "1.0.0"  # of the layout of `.metadata`, as stock counts it
-_IN_THE_WAY = (
-    "a checkpoint of all ranks is there, which would be loaded instead of those of single ranks "
-    "(use_collectives=False): save into another folder, or remove this file first"
+_HAS_COMMON = (
+    "the folder has a checkpoint of all ranks, which would be loaded instead of those of single "
+    "ranks (use_collectives=False): save into another folder, or remove this file first"
 )
 
 
 class FastStorageWriter(StorageWriter, AsyncStager):
-    """The `storage_writer` of `dcp.save` and `dcp.async_save`."""
+    """The `storage_writer` of `dcp.save` and `dcp.async_save`.
+
+        dcp.save(
+            {"model": model.state_dict()},
+            storage_writer=distributed.FastStorageWriter("folder"),
+            planner=distributed.FastSavePlanner(),
+        )
+
+    Every rank writes one file of the folder; what was in the folder stays whole until then.
+    """
 
     def __init__(
         self,
@@ -58,7 +68,7 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         *,
         overwrite: bool = True,
     ) -> None:
-        """Prepare to save to a folder; it is made if it is not there.
+        """Prepare to save to a folder; it is created if it does not exist.
 
         Args:
             path: of the folder.
@@ -72,34 +82,34 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         self._is_coordinator = True
         self._durable = True
 
-    # -- what torch.distributed.checkpoint asks of a StorageWriter -----------------------------
+    # -- called by torch.distributed.checkpoint ------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save, in another folder if one is given."""
+        """Start another save, in another folder if one is given."""
         if checkpoint_id:
             self.path = os.fspath(checkpoint_id)
         self.save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn this rank's part in the save."""
+        """Take this rank's role in the save."""
         self._is_coordinator = is_coordinator
         rank = kwargs.get("rank")
         self._alone = None if kwargs.get("use_collectives", True) else rank
         self._durable = current().durable
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the folder, and remove what a save left there that failed.
+        """Create the folder, and remove the files of failed saves.
 
         Raises:
-            WriteError: the folder cannot be made, or there is a checkpoint that must stay, or one
-                of all ranks where each is to have its own.
+            WriteError: the folder cannot be created, or has a checkpoint that must not be replaced,
+                or one of all ranks where each rank is to have its own.
         """
-        folder = Folder(self.path)
+        folder = ShardFolder(self.path)
         folder.make(self._durable)
         if self._alone is not None and folder.has(METADATA):
-            # It would be loaded instead of what is saved now. It cannot be replaced either: no rank
-            # knows when the last one is done, and until then it is the only whole checkpoint.
-            raise write_error(errno.EEXIST, os.path.join(self.path, METADATA), _IN_THE_WAY)
+            # It would be loaded instead of what is saved now, and must not be removed: no rank
+            # knows when all others have ended; until then it is the only whole checkpoint.
+            raise write_error(errno.EEXIST, os.path.join(self.path, METADATA), _HAS_COMMON)
         if not self.overwrite and folder.has(metadata_name(0 if self._alone is not None else None)):
             text = "Checkpoint already exists, and overwrite=False"  # as stock says it
             raise write_error(errno.EEXIST, self.path, text)
@@ -111,7 +121,7 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank the beginning of its files' names."""
+        """Give each rank the prefix of its files' names."""
         return [
             plan if plan.storage_data is not None else replace(plan, storage_data=_prefix(rank))
             for rank, plan in enumerate(plans)
@@ -121,29 +131,32 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         """Write this rank's items.
 
         Raises:
-            WriteError: the disk is full or failed; nothing of the new file is left.
+            WriteError: the disk is full or failed; the new file is removed.
         """
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self._write(plan, planner))
+        future.set_result(_Results(self._write(plan, planner)))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the checkpoint: from here on it is the one in the folder.
+        """Complete the checkpoint: it replaces the previous one in the folder.
 
         Raises:
             WriteError: `.metadata` cannot be written; the previous checkpoint is intact.
         """
         metadata.version = _VERSION
+        same: dict[Any, Any] = {key: key for key in metadata.state_dict_metadata}
         with paused_collection():
-            metadata.storage_data = {
-                result.index: result.storage_data for found in results for result in found
-            }
+            metadata.storage_data = {}
+            for result in (result for found in results for result in found):
+                fqn, offset = result.index.fqn, result.index.offset
+                share_in(result.index, fqn=same.get(fqn, fqn))
+                if offset is not None:
+                    share_in(result.index, offset=same.setdefault(offset, offset))
+                metadata.storage_data[result.index] = result.storage_data
         metadata.storage_meta = self.storage_meta()
         name = metadata_name(self._alone)
-        # who overrides this may write it to a file of its own
-        data = encoded(metadata, type(self).finish is FastStorageWriter.finish)
-        replace_bytes(os.path.join(self.path, name), data, self._durable)
-        folder = Folder(self.path)
+        replace_bytes(os.path.join(self.path, name), encoded(metadata), self._durable)
+        folder = ShardFolder(self.path)
         if self._alone is None:
             folder.drop_lone_metadata()
         folder.sweep(self._alone)
@@ -162,7 +175,7 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         """Return whether a checkpoint can be saved there."""
         return bool(FileSystemWriter.validate_checkpoint_id(checkpoint_id))
 
-    # -- what `async_save` asks of an AsyncStager ----------------------------------------------
+    # -- called by `async_save` ----------------------------------------------------------------
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -188,15 +201,14 @@ class FastStorageWriter(StorageWriter, AsyncStager):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         if not plan.items:
             return []
-        name = Folder(self.path).new_shard(plan.storage_data.prefix)
+        name = ShardFolder(self.path).new_shard(plan.storage_data.prefix)
         layout = self._layout(name)
-        # others may have changed items when the metadata was made already
-        planned = type(planner).finish_plan in _KEEPING_ITEMS
+        as_planned = _saves_as_planned(planner)
         with FastFileWriter(os.path.join(self.path, name), container="dcp") as out:
-            for items in _groups(plan.items, planner):
+            for items in _groups(plan.items, as_planned):
                 with paused_collection():
                     for item in items:
-                        layout.add(item, planner.resolve_data(item), planned)
+                        layout.add(item, planner.resolve_data(item), as_planned)
                     batch = layout.take()
                 synchronize(batch.storages)
                 out.write_layout(batch.extents, batch.nbytes, batch.ledger)
@@ -205,18 +217,31 @@ class FastStorageWriter(StorageWriter, AsyncStager):
             return layout.results()
 
 
-_KEEPING_ITEMS = (DefaultSavePlanner.finish_plan, FastSavePlanner.finish_plan)
+class _Results(list[WriteResult]):
+    """A rank's results. While torch has them, Python's garbage collector is paused.
+
+    torch gathers them on rank 0, and then sends all metadata to every rank: some 100,000 objects,
+    for 3,000 tensors of 4 ranks. Several full collections would take longer than that.
+    """
+
+    def __init__(self, results: list[WriteResult]) -> None:
+        super().__init__(results)
+        self._pause = paused_collection()
+        self._pause.begin()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
 
 
 def _prefix(rank: int) -> _StoragePrefix:
     return _StoragePrefix(f"__{rank}_")
 
 
-def _groups(items: list[WriteItem], planner: SavePlanner) -> Iterator[list[WriteItem]]:
-    """Yield the items in stock's order: all at once, or as many as a planner may make copies of."""
+def _groups(items: list[WriteItem], at_once: bool) -> Iterator[list[WriteItem]]:
+    """Yield the items in stock's order: all at once, or so few that memory holds their copies."""
     ordered = [item for item in items if item.type == WriteItemType.BYTE_IO]
     ordered += [item for item in items if item.type != WriteItemType.BYTE_IO]
-    if _gives_views(planner):
+    if at_once:
         yield ordered
         return
     group: list[WriteItem] = []
@@ -233,13 +258,14 @@ def _groups(items: list[WriteItem], planner: SavePlanner) -> Iterator[list[Write
         yield group
 
 
-def _gives_views(planner: SavePlanner) -> bool:
-    """Return whether a planner returns tensors that are there, and makes none."""
+def _saves_as_planned(planner: SavePlanner) -> bool:
+    """Return whether a planner returns the tensors of the state, as its plan has them.
+
+    Others may make copies of another dtype, or change items once the metadata is made.
+    """
     kind = type(planner)
-    if not isinstance(planner, DefaultSavePlanner):
-        return False
-    resolves = (DefaultSavePlanner.resolve_data, FastSavePlanner.resolve_data)
-    return kind.resolve_data in resolves and all(
-        getattr(kind, name) is getattr(DefaultSavePlanner, name)
-        for name in ("lookup_object", "transform_object")
+    return all(
+        getattr(kind, name, None)
+        in (getattr(DefaultSavePlanner, name), getattr(FastSavePlanner, name))
+        for name in ("finish_plan", "resolve_data", "lookup_object", "transform_object")
     )

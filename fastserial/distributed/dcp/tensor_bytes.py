@@ -1,4 +1,4 @@
-"""The bytes that stock saves of a tensor: those of its storage, or of a copy without the rest."""
+"""The bytes that stock saves of a tensor: those of its storage, or of a dense copy."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import NamedTuple
 import torch
 
 from fastserial.checkpoints.tensor_read import is_dense
-from fastserial.distributed.ranks.exchange import Gathered
+from fastserial.distributed.ranks.exchange import GatheredMemory
 from fastserial.memory.storages import HostMemory, Memory, memmove
 
 __all__ = ["TensorBytes", "bytes_of", "outermost_first"]
 
 
 class TensorBytes(NamedTuple):
-    """A tensor as it goes to a file.
+    """A tensor as it is written to a file.
 
     Attributes:
         memory: its bytes, in the order in which they are saved.
         nbytes: how many.
         strides: of the tensor that is loaded from them (elements).
-        address: of the memory on the host, 0 if the bytes do not lie there one after the other.
+        address: of the memory on the host, 0 if the bytes are not contiguous there.
     """
 
     memory: Memory
@@ -34,8 +34,7 @@ class TensorBytes(NamedTuple):
 def bytes_of(tensor: torch.Tensor) -> TensorBytes | None:
     """Return the bytes that `torch.save` would write of a tensor alone in its storage.
 
-    None if only torch knows how to save it: a sparse tensor, a subclass, one with pending
-    conjugation.
+    None if only torch can save it: a sparse tensor, a subclass, one with lazy conjugation.
     """
     if (
         type(tensor) is not torch.Tensor
@@ -55,25 +54,25 @@ def bytes_of(tensor: torch.Tensor) -> TensorBytes | None:
             address = tensor.data_ptr()
             return TensorBytes(HostMemory(address, nbytes, tensor), nbytes, strides, address)
     elif tensor.untyped_storage().nbytes() == nbytes:
-        return None  # saved with its overlaps and gaps
+        return None  # it is saved with its overlaps and gaps
     else:
         strides = torch.empty_like(tensor, device="meta").stride()
-    memory = _Anywhere(tensor.permute(outermost_first(strides)), nbytes)
+    memory = _GatheredMemory(tensor.permute(outermost_first(strides)), nbytes)
     return TensorBytes(memory, nbytes, strides, 0)
 
 
 def outermost_first(strides: Sequence[int]) -> list[int]:
-    """Return the dimensions of a dense tensor in the order in which they lie in memory."""
+    """Return the dimensions of a dense tensor in memory order."""
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
-class _Anywhere:
-    """Memory on a device, or in strides, of which any bytes may be asked for."""
+class _GatheredMemory:
+    """Memory on a device, or with strides, of which any range of bytes may be copied."""
 
     def __init__(self, view: torch.Tensor, nbytes: int) -> None:
         self.nbytes = nbytes
         self._item = view.itemsize
-        self._elements = Gathered(view, 0, nbytes)
+        self._elements = GatheredMemory(view, 0, nbytes)
 
     def copy_to(self, address: int, start: int, length: int) -> None:
         """Copy bytes [start, start + length) to host memory at `address`."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from fastserial.distributed.onefile.orders import Writers
-from fastserial.distributed.onefile.saver import TIMEOUT, Saving
+from fastserial.distributed.onefile.decision import Writers
+from fastserial.distributed.onefile.saver import TIMEOUT, SaveTask
 from fastserial.distributed.ranks.group import Traffic, collective, path_of
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import as_dtensor
@@ -27,7 +27,7 @@ from fastserial.overlap.asynchronous import Kind, check_snapshot
 from fastserial.overlap.pending import PendingSave
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.overlap.watch import Reached, storages_of
-from fastserial.reports import SaveReport, SnapshotReport, publish_save
+from fastserial.reports import SaveReport, publish_save
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -47,6 +47,10 @@ def save_async(
     merge: Literal["union"] | None = None,
 ) -> PendingSave:
     """Save as `save` does, and return before the file is written. Collective.
+
+        saving = distributed.save_async({"model": model}, "ckpt.pt")  # on every rank
+        optimizer.step()
+        print(saving.wait())
 
     The file becomes what `save` would have written at the call, or stays as it was. It is planned
     at the call; the ranks exchange and write their bytes while training goes on. One such save of
@@ -109,42 +113,34 @@ def start_save(
         steady: identities of the storages that may be read in place; None: all that are watched.
         then: called on each rank's saving thread once the file is in place.
     """
-    saving: Saving | None = None
+    saving: SaveTask | None = None
     try:
         with collective(group, timeout) as traffic, quick_switches():
             check_snapshot(kind, budget)
             path = path_of(path, obj, "distributed.save_async(obj, path)")
             target = os.path.realpath(path) if "\0" not in path else path
             pending.admit(target)  # raises if the save before failed, and nobody asked
-            saving = Saving(traffic, path, writers, merge, began)
+            saving = SaveTask(traffic, path, writers, merge, began)
             found, modules = saving.prepare(obj)
-            taken = Snapshot(path, kind, budget, _reached(found.values, modules), steady)
+            reached = _reached(found.values, modules)
+            taken = Snapshot(path, kind, budget, reached, steady, began)
             saving.freeze(taken)
         with traffic.together():
             del found, modules, obj
-            told = _Told(taken, kind, budget, began)
-            work = _Work(saving, traffic, taken, told, then)
+            work = _BackgroundSave(saving, traffic, taken, then)
             save = PendingSave(path, target, taken)
-
-            def first() -> None:
-                traffic.idle.clear()
-                if kind == "in_place":
-                    guard.protect(taken)
-
-            beside = pending.run_beside(save, work, first)
+            beside = pending.run_beside(save, work, taken, traffic.idle.clear)
     except BaseException:
         if saving is not None:
             saving.give_up()
         raise
     if not beside:
-        told.kind = "blocking"
         return pending.finished(path, target, work)
     try:
-        taken.wait_unwatched()
+        taken.end_call()
     except BaseException:  # Ctrl-C
         taken.abandon()
         raise
-    told.stall = perf_counter() - began
     return save
 
 
@@ -163,7 +159,7 @@ def size_of(
         DistributedError: another rank failed, or the ranks' states differ.
         Exception: the state cannot be saved.
     """
-    return Saving(traffic, path, "all", merge, perf_counter()).measure(obj)
+    return SaveTask(traffic, path, "all", merge, perf_counter()).measure(obj)
 
 
 def _reached(values: Iterable[Any], modules: Iterable[Any]) -> Reached:
@@ -192,28 +188,12 @@ def _reached(values: Iterable[Any], modules: Iterable[Any]) -> Reached:
 
 
 @dataclass(slots=True)
-class _Told:
-    """What there is to tell of the snapshot."""
-
-    taken: Snapshot
-    kind: str
-    budget: int | None
-    began: float
-    stall: float | None = None
-
-    def report(self) -> SnapshotReport:
-        stall = perf_counter() - self.began if self.stall is None else self.stall
-        return self.taken.report(self.kind, self.budget, stall)
-
-
-@dataclass(slots=True)
-class _Work:
+class _BackgroundSave:
     """Exchanges and writes what was planned and taken."""
 
-    saving: Saving
+    saving: SaveTask
     traffic: Traffic
     taken: Snapshot
-    told: _Told
     then: Callable[[], object] | None
 
     def __call__(self) -> SaveReport:
@@ -229,7 +209,7 @@ class _Work:
             self.traffic.idle.set()
         if self.then is not None:
             self.then()
-        report = replace(report, snapshot=self.told.report())
+        report = replace(report, snapshot=self.taken.report())
         publish_save(report, saving.config.on_report)
         return report
 

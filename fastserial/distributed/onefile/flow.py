@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from fastserial.checkpoints.tensor_read import read_tensor_into
-from fastserial.distributed.plan.matching import Job
-from fastserial.distributed.plan.owners import NeedMap, Share
+from fastserial.distributed.plan.matching import TensorMatch
+from fastserial.distributed.plan.owners import NeedMap, ReadShare
 from fastserial.distributed.ranks.exchange import Exchange
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.reading.grid import Grid, grid_of
 from fastserial.distributed.reading.part_reader import PartReader
 from fastserial.distributed.reading.windows import (
-    Piece,
-    Target,
+    ReadTarget,
     Window,
+    WindowPart,
     buffer_for,
     by_window,
     deliver,
@@ -42,7 +42,7 @@ _LARGEST_WINDOW = 8 * 1024 * 1024  # bytes; two of them are in memory
 _SENT_AT_ONCE = 24 * 1024 * 1024  # bytes by a rank, as many received, and as many to be converted
 _PAGE = 4096
 
-Pieces = list[list[Piece]]  # of each window
+Pieces = list[list[WindowPart]]  # of each window
 
 
 def grids_of(leaves: Iterable[tuple[Any, Any]]) -> dict[int, Grid]:
@@ -56,13 +56,15 @@ def grids_of(leaves: Iterable[tuple[Any, Any]]) -> dict[int, Grid]:
     return {number: grid for number, grid in found.items() if grid is not None}
 
 
-def targets_of(jobs: Sequence[Job], grids: Mapping[int, Grid]) -> tuple[list[Target], list[Job]]:
+def targets_of(
+    jobs: Sequence[TensorMatch], grids: Mapping[int, Grid]
+) -> tuple[list[ReadTarget], list[TensorMatch]]:
     """Return what a rank wants of the file, and what only `read_odd` can read.
 
     Of two jobs for the same memory it is the later one.
     """
-    last: dict[object, Target] = {}
-    odd: list[Job] = []
+    last: dict[object, ReadTarget] = {}
+    odd: list[TensorMatch] = []
     for job in jobs:
         grid = grids.get(job.tensor.number)
         if grid is None:
@@ -71,11 +73,11 @@ def targets_of(jobs: Sequence[Job], grids: Mapping[int, Grid]) -> tuple[list[Tar
         for box, view in job.held.parts:
             spot = (view.device, view.data_ptr(), view.shape, view.stride(), view.dtype)
             last.pop(spot, None)
-            last[spot] = Target(grid, grid.box_of(box), view)
+            last[spot] = ReadTarget(grid, grid.box_of(box), view)
     return list(last.values()), odd
 
 
-def need_of(targets: Iterable[Target], file_size: int, block: int) -> NeedMap:
+def need_of(targets: Iterable[ReadTarget], file_size: int, block: int) -> NeedMap:
     """Return which blocks of the file targets need."""
     need = NeedMap(file_size, block)
     for target in targets:
@@ -84,7 +86,7 @@ def need_of(targets: Iterable[Target], file_size: int, block: int) -> NeedMap:
     return need
 
 
-def read_odd(jobs: Iterable[Job], reader: FastFileReader) -> None:
+def read_odd(jobs: Iterable[TensorMatch], reader: FastFileReader) -> None:
     """Read what lies in the file as no part of an array does, on every rank that wants it.
 
     Raises:
@@ -112,7 +114,7 @@ class Flow:
         self,
         traffic: Traffic,
         parts: PartReader,
-        targets: Sequence[Target],
+        targets: Sequence[ReadTarget],
         grids: Mapping[int, Grid],
     ) -> None:
         """Prepare.
@@ -129,7 +131,7 @@ class Flow:
         self._grids = grids
         self.exchange = Exchange(traffic)
 
-    def read_own(self, shares: Iterable[Share]) -> None:
+    def read_own(self, shares: Iterable[ReadShare]) -> None:
         """Read what this rank alone wants.
 
         Raises:
@@ -140,7 +142,7 @@ class Flow:
         runs = [(share.first, share.stop) for share in shares if share.members == here]
         self._parts.read_own(self._targets, runs)
 
-    def share(self, shares: Iterable[Share]) -> None:
+    def share(self, shares: Iterable[ReadShare]) -> None:
         """Read this rank's part of what several want, send it on, and receive the rest.
 
         Raises:
@@ -167,7 +169,7 @@ class Flow:
         mine = windows.get(here, [])
         outgoing = self._told(links, incoming, mine)
         with ThreadPoolExecutor(1, "fastserial-window") as pool:
-            ahead = _Ahead(pool, self._parts, mine, outgoing)
+            ahead = _WindowReader(pool, self._parts, mine, outgoing)
             for number in range(max(map(len, windows.values()))):
                 self._round(
                     number,
@@ -195,7 +197,9 @@ class Flow:
         outgoing: dict[int, Pieces] = {}
         for member, text in self._traffic.swap(wishes, members).items():
             boxes = pickle.loads(text)
-            targets = [Target(self._grids[n], Box(offsets, sizes)) for n, offsets, sizes in boxes]
+            targets = [
+                ReadTarget(self._grids[n], Box(offsets, sizes)) for n, offsets, sizes in boxes
+            ]
             outgoing[member] = by_window(targets, mine)
         if here in incoming:
             outgoing[here] = incoming[here]
@@ -205,13 +209,13 @@ class Flow:
         self,
         number: int,
         window: torch.Tensor | None,
-        outgoing: Mapping[int, list[Piece]],
-        incoming: Mapping[int, list[Piece]],
+        outgoing: Mapping[int, list[WindowPart]],
+        incoming: Mapping[int, list[WindowPart]],
     ) -> None:
         here = self._traffic.rank
         sends: dict[int, list[torch.Tensor]] = {}
         receives: dict[int, list[torch.Tensor]] = {}
-        later: list[tuple[Piece, torch.Tensor]] = []
+        later: list[tuple[WindowPart, torch.Tensor]] = []
         for rank, pieces in outgoing.items():
             if rank != here and pieces and window is not None:
                 sends[rank] = [found_in(window, piece) for piece in pieces]
@@ -233,7 +237,7 @@ class Flow:
                 deliver(piece, found_in(window, piece))
 
 
-class _Ahead:
+class _WindowReader:
     """Reads a rank's windows, one ahead of those that were taken."""
 
     def __init__(

@@ -1,32 +1,29 @@
-"""The layout of the file on rank 0, and what rank 0 alone has of it."""
+"""The layout of the file, on rank 0."""
 
 from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from fastserial.checksums import crc32
-from fastserial.distributed.state.tables import bytes_of
+from fastserial.distributed.plan.schedule import FilePlan
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer, clip
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
-from fastserial.memory.storages import Memory, storage_memory
-from fastserial.overlap.snapshot import Part
 from fastserial.saving import torch_writer
 
-__all__ = ["Entry", "LaidOut", "Nowhere", "Places"]
+__all__ = ["AbsentMemory", "ArchiveRecord", "FileLayout"]
 
 
-class Entry(NamedTuple):
+class ArchiveRecord(NamedTuple):
     """A record of the file.
 
     Attributes:
         data: its bytes, None for a storage.
-        source: of a storage, see `LaidOut`; None if it is empty.
+        source: number of a storage's source (`Table`); None if the storage is empty.
     """
 
     name: str
@@ -35,7 +32,7 @@ class Entry(NamedTuple):
     source: int | None
 
 
-class Nowhere:
+class AbsentMemory:
     """Memory of a storage of which only the size is known."""
 
     def __init__(self, nbytes: int) -> None:
@@ -45,37 +42,61 @@ class Nowhere:
         raise ValueError("no rank holds this memory as a whole")
 
 
-class LaidOut:
-    """The file as rank 0 lays it out.
+class FileLayout:
+    """The file as rank 0 lays it out: torch writes the records to it as to a PyTorchFileWriter.
 
     Attributes:
-        entries: what is in the file, in its order; first the pickle.
+        records: what is in the file, in its order; first the pickle.
         rest: storages that are in no container the ranks look into. A source of -1 or below is
             one of them, `rest[-1 - source]`.
-        archive: the name that torch puts before the records' names.
     """
 
     def __init__(
-        self, archive: str, entries: list[Entry], rest: Sequence[torch.UntypedStorage]
+        self, archive: str, numbers: Mapping[int, int], of_storage: Mapping[int, int]
     ) -> None:
-        """Lay nothing out yet."""
-        self.archive = archive
-        self.entries = entries
-        self.rest = rest
+        """Lay nothing out yet.
+
+        Args:
+            archive: the name that torch puts before the records' names.
+            numbers: of the sources, by the address of what is pickled for them.
+            of_storage: of the sources, by the identity of their storage.
+        """
+        self.records: list[ArchiveRecord] = []
+        self.rest: list[torch.UntypedStorage] = []
+        self._archive = archive
+        self._numbers, self._of_storage = numbers, of_storage
+
+    def archive_name(self) -> str:
+        return self._archive
+
+    def write_record(self, name: str, data: Any, size: int) -> None:
+        """Take a record of torch's; the bytes of a storage stay where they are."""
+        if isinstance(data, str):
+            data = data.encode()
+        if isinstance(data, bytes | bytearray | memoryview):
+            self.records.append(ArchiveRecord(name, size, bytes(data[:size]), None))
+        else:
+            source = self._source_of(data) if size else None
+            self.records.append(ArchiveRecord(name, size, None, source))
+
+    def _source_of(self, storage: torch.UntypedStorage) -> int:
+        number = self._numbers.get(storage.data_ptr())
+        if number is None:
+            number = self._of_storage.get(storage._cdata)
+        if number is None:
+            self.rest.append(storage)
+            number = -len(self.rest)
+        return number
 
     @functools.cached_property
     def plan(self) -> ZipPlan:
         """The layout. The memory of its storages is nowhere; `records` says what they are."""
-        layout = ZipLayout(self.archive, torch_writer.alignment(), torch_writer.checksums_wanted())
-        for stored, entries in groupby(self.entries, lambda entry: entry.data is None):
-            if stored:
-                some = list(entries)
-                memories = [Nowhere(entry.nbytes) for entry in some]
-                layout.add_memories([entry.name for entry in some], memories)
-                continue
-            for entry in entries:
-                data = entry.data or b""
-                layout.add_bytes(entry.name, data, crc32(data))
+        layout = ZipLayout(self._archive, torch_writer.alignment(), torch_writer.checksums_wanted())
+        for record in self.records:
+            if record.data is None:
+                layout.add_memory(record.name, AbsentMemory(record.nbytes), b"")
+            else:
+                layout.add_bytes(record.name, record.data, crc32(record.data))
         return torch_writer.finish(layout)
 
     @functools.cached_property
@@ -87,18 +108,6 @@ class LaidOut:
         """What needs the checksums of all ranks, None if nothing does."""
         last = self.plan.extents[-1]
         return last if isinstance(last.source, Trailer) else None
-
-    def memory(self, source: int) -> Memory:
-        """Return the memory of a source that only rank 0 has."""
-        return storage_memory(self.rest[-1 - source])
-
-    def part(self, source: int, start: int, length: int) -> Part:
-        """Return bytes of a source that only rank 0 has as what a snapshot takes."""
-        return Part(self.rest[-1 - source], start, length)
-
-    def source_bytes(self, source: int, start: int, length: int) -> torch.Tensor:
-        """Return bytes of a source that only rank 0 has."""
-        return bytes_of(self.rest[-1 - source])[start : start + length]
 
     def bytes_at(self, offset: int, length: int) -> torch.Tensor:
         """Return the zip's bytes at a place of the file, with 0 for checksums not known yet."""
@@ -115,33 +124,17 @@ class LaidOut:
         stop = bisect_right(self._starts, offset + length)
         return clip(self.plan.extents[first:stop], offset, offset + length)
 
-    @functools.cached_property
-    def places(self) -> Places:
-        """Where the records are."""
-        extents = self.plan.extents
-        data = (extent for extent in extents if isinstance(extent.source, Data))
+    def file_plan(self, writers: list[int]) -> FilePlan:
+        """Return what all ranks have to know of the file. What needs checksums is not in it."""
+        data = (extent for extent in self.plan.extents if isinstance(extent.source, Data))
         sources = (
-            (index, entry.source)
-            for index, entry in enumerate(self.entries)
-            if entry.source is not None
+            (index, record.source)
+            for index, record in enumerate(self.records)
+            if record.source is not None
         )
         records = [
             (*source, extent.offset, extent.length)
             for source, extent in zip(sources, data, strict=True)
         ]
-        nbytes, trailer = self.plan.nbytes, self.trailer
-        return Places(records, trailer.offset if trailer is not None else nbytes, nbytes)
-
-
-class Places(NamedTuple):
-    """Where everything is in the file.
-
-    Attributes:
-        records: those with data, in file order: number, source, place in the file, bytes.
-        end: where what needs the checksums of all ranks begins, or the file ends.
-        nbytes: size of the file.
-    """
-
-    records: list[tuple[int, int, int, int]]
-    end: int
-    nbytes: int
+        end = self.trailer.offset if self.trailer is not None else self.plan.nbytes
+        return FilePlan(end, records, writers, torch_writer.checksums_wanted())

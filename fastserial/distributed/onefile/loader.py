@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import zlib
 from collections.abc import Sequence
 from time import perf_counter
@@ -13,12 +12,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from fastserial import config as config_module
-from fastserial.checksums import Piece as CrcPiece
+from fastserial.checksums import PartialCrc as CrcPiece
 from fastserial.checksums import crc32_combine, crc_mismatch
 from fastserial.config import Config
 from fastserial.distributed.onefile.flow import Flow, grids_of, need_of, read_odd, targets_of
 from fastserial.distributed.plan.matching import Match, file_leaves, path_name, unused
-from fastserial.distributed.plan.owners import Share, block_bytes, share_out
+from fastserial.distributed.plan.owners import ReadShare, block_bytes, share_out
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.reading.part_reader import PartReader
 from fastserial.distributed.sharding.file_index import FileIndex, fingerprint, index_of_file, unpack
@@ -32,7 +31,6 @@ __all__ = ["load"]
 
 _SHOWN = 20  # keys, and mismatches, that an error tells
 _RACES = 8  # so often the file may be replaced while the ranks open it
-_SAME = b"same"
 _HALFWAY = "What was to be filled is filled in part: load it again before you use it"
 
 
@@ -47,6 +45,9 @@ def load(
     timeout: float = 600.0,
 ) -> LoadReport:
     """Fill what the ranks hold, in place, from one file of `torch.save`. Collective.
+
+        target = {"model": model, "step": 0}
+        distributed.load("ckpt.pt", target)  # on every rank
 
     Any file that `torch.load` reads with `weights_only=True` will do, whoever wrote it: stock
     torch or `save`, zip or legacy, whatever the placement it was saved from. Only the bytes that
@@ -77,21 +78,21 @@ def load(
         RuntimeError: the process group has no store (MPI).
     """
     began = perf_counter()
-    task: _Load | None = None
-    refusal, verdict = "", None
+    task: _LoadTask | None = None
+    refusal, result = "", None
     try:
         with collective(group, timeout) as traffic:
             config = config_module.current()
             name = path_of(path, into, "distributed.load(path, into)")
-            task = _Load(traffic, name, config, broadcast, strict, began)
+            task = _LoadTask(traffic, name, config, broadcast, strict, began)
             refusal = task.compare(into, cast)
             if not refusal:
-                verdict = task.fill()
-        if refusal or verdict is None:
+                result = task.fill()
+        if refusal or result is None:
             raise LoadMismatchError(refusal)
-        if verdict.damage:
-            raise CorruptCheckpointError(verdict.damage, path=task.path)
-        return task.report(verdict)
+        if result.damage:
+            raise CorruptCheckpointError(result.damage, path=task.path)
+        return task.report(result)
     except DistributedError as error:
         if task is not None and task.is_filling:
             error.cause = f"{error.cause}. {_HALFWAY}"
@@ -101,8 +102,8 @@ def load(
             finish(task.close)
 
 
-class _Answer(NamedTuple):
-    """What rank 0 says to what the ranks found.
+class _LoadDecision(NamedTuple):
+    """What rank 0 decides.
 
     Attributes:
         refusal: why nothing can be loaded, empty if it can.
@@ -115,7 +116,7 @@ class _Answer(NamedTuple):
     needs: list[bytes]
 
 
-class _Finding(NamedTuple):
+class _Compared(NamedTuple):
     """What a rank found when it compared."""
 
     missing: list[str]
@@ -125,7 +126,7 @@ class _Finding(NamedTuple):
     call: tuple[bool, ...]
 
 
-class _Done(NamedTuple):
+class _Read(NamedTuple):
     """What a rank did, and the checksums of what it read."""
 
     line: RankReport
@@ -133,7 +134,7 @@ class _Done(NamedTuple):
     all_checked: bool
 
 
-class _Verdict(NamedTuple):
+class _LoadResult(NamedTuple):
     """What came of it: what is damaged, if anything is; and whether all checksums were compared."""
 
     damage: str
@@ -141,7 +142,7 @@ class _Verdict(NamedTuple):
     ranks: tuple[RankReport, ...]
 
 
-class _Load:
+class _LoadTask:
     """One load on one rank.
 
     Attributes:
@@ -188,7 +189,7 @@ class _Load:
             self._targets, self._odd = targets_of(match.jobs, grids)
             block = block_bytes(index.size, traffic.size)
             need = need_of(self._targets, index.size, block)
-            finding = _Finding(
+            found = _Compared(
                 match.missing,
                 match.problems,
                 set(unused(leaves, match.used)),
@@ -196,16 +197,14 @@ class _Load:
                 (self._broadcast, self._strict, self._config.verify_on_load),
             )
             names = [path_name(where) for where, _ in leaves]
-            answer: _Answer = pickle.loads(
-                traffic.consult(pickle.dumps(finding), lambda told: self._decide(told, names))
-            )
+            answer = traffic.decide(found, lambda every: self._decide(every, names))
             if answer.refusal:
-                return answer.refusal
+                return str(answer.refusal)
             if self._broadcast:
                 self._shares = share_out([zlib.decompress(n) for n in answer.needs], block)
             else:
                 here = traffic.rank
-                self._shares = [Share(*run, here, (here,)) for run in need.runs()]
+                self._shares = [ReadShare(*run, here, (here,)) for run in need.runs()]
             self._grids = grids
             self._unexpected = tuple(names[number] for number in answer.unexpected)
         self._planned = perf_counter()
@@ -221,9 +220,6 @@ class _Load:
             reader = self._open()
             return index_of_file(reader.fd, self.path).pack()
 
-        def all_same(told: Sequence[bytes]) -> bytes:
-            return _SAME if all(word == _SAME for word in told) else b""
-
         for left in reversed(range(_RACES)):
             index = unpack(self._traffic.consult(b"", read))
             reader = self._open()
@@ -233,7 +229,7 @@ class _Load:
             )
             if not same and not left:
                 break
-            if self._traffic.consult(_SAME if same else b"", all_same) == _SAME:
+            if self._traffic.decide(same, all):
                 return index
             self.close()
             self._reader = None
@@ -252,14 +248,14 @@ class _Load:
             self._reader = FastFileReader(self.path, self._config)
         return self._reader
 
-    def _decide(self, told: Sequence[bytes], names: Sequence[str]) -> bytes:
-        findings: list[_Finding] = [pickle.loads(message) for message in told]
-        unexpected = sorted(set.intersection(*(finding.unused for finding in findings)))
-        lines: list[str] = _by_rank([finding.problems for finding in findings])
-        if len({finding.call for finding in findings}) > 1:
+    def _decide(self, found: Sequence[_Compared], names: Sequence[str]) -> _LoadDecision:
+        """Return rank 0's decision for all ranks."""
+        unexpected = sorted(set.intersection(*(one.unused for one in found)))
+        lines = _by_rank([one.problems for one in found])
+        if len({one.call for one in found}) > 1:
             lines.append("broadcast, strict and verify_on_load are not the same on all ranks")
         if self._strict:
-            missing = _by_rank([finding.missing for finding in findings])
+            missing = _by_rank([one.missing for one in found])
             if missing:
                 lines.append(f"not in the file: {_listed(missing)}")
             if unexpected:
@@ -270,11 +266,11 @@ class _Load:
             more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
             text = "\n\t".join([*lines[:_SHOWN], *more])
             refusal = f"{self.path} does not fit what is to be filled:\n\t{text}"
-        return pickle.dumps(_Answer(refusal, unexpected, [finding.need for finding in findings]))
+        return _LoadDecision(refusal, unexpected, [one.need for one in found])
 
     # -- bytes ---------------------------------------------------------------------------------
 
-    def fill(self) -> _Verdict:
+    def fill(self) -> _LoadResult:
         """Read and exchange all bytes; put in place what is not a tensor's memory.
 
         Returns:
@@ -282,11 +278,11 @@ class _Load:
         """
         self.is_filling = True
         self._move()
-        verdict = self._judge()
-        if not verdict.damage:
+        result = self._judge()
+        if not result.damage:
             with self._traffic.together(theirs=True):
                 self._match.finish()
-        return verdict
+        return result
 
     def _move(self) -> None:
         reader = self._open()
@@ -300,7 +296,7 @@ class _Load:
         self._flow.share(self._shares)
         self._filled = perf_counter()
 
-    def _judge(self) -> _Verdict:
+    def _judge(self) -> _LoadResult:
         """Compare the checksums with what all ranks read, and gather what they did."""
         exchange = self._flow.exchange
         line = RankReport(
@@ -317,12 +313,11 @@ class _Load:
         )
         checked = self._config.verify_on_load and not self._odd
         all_checked = checked and all(map(self._parts.checks, self._targets))
-        message = pickle.dumps(_Done(line, self._parts.ledger.pieces(), all_checked))
-        verdict: _Verdict = pickle.loads(self._traffic.consult(message, self._decide_on_checksums))
-        return verdict
+        mine = _Read(line, self._parts.ledger.pieces(), all_checked)
+        result: _LoadResult = self._traffic.decide(mine, self._decide_on_checksums)
+        return result
 
-    def _decide_on_checksums(self, told: Sequence[bytes]) -> bytes:
-        done: list[_Done] = [pickle.loads(message) for message in told]
+    def _decide_on_checksums(self, done: Sequence[_Read]) -> _LoadResult:
         # Without broadcast each rank may have read all of a record, perhaps of a copy of its own.
         groups = [done] if self._broadcast else [*([one] for one in done), done]
         damage, whole = "", False
@@ -330,9 +325,9 @@ class _Load:
             found, whole = self._compare_checksums(group)
             damage = damage or found
         verified = whole and not damage and all(one.all_checked for one in done)
-        return pickle.dumps(_Verdict(damage, verified, tuple(one.line for one in done)))
+        return _LoadResult(damage, verified, tuple(one.line for one in done))
 
-    def _compare_checksums(self, done: Sequence[_Done]) -> tuple[str, bool]:
+    def _compare_checksums(self, done: Sequence[_Read]) -> tuple[str, bool]:
         """Return what is damaged, if anything is, and whether all records are known as a whole."""
         pieces: dict[int, set[CrcPiece]] = {}
         readers: dict[int, list[str]] = {}
@@ -356,26 +351,26 @@ class _Load:
                 return f"{damage}. {_HALFWAY}", False
         return "", known
 
-    def report(self, verdict: _Verdict) -> LoadReport:
+    def report(self, result: _LoadResult) -> LoadReport:
         """Return what happened, and make it this process's last report."""
         blocks, config = self._open().blocks, self._config
         counts = blocks.counts
         report = LoadReport(
             path=self.path,
             container=self._index.container,
-            bytes=sum(line.bytes for line in verdict.ranks),
+            bytes=sum(line.bytes for line in result.ranks),
             seconds=perf_counter() - self._began,
             engine=blocks.engine_name,
             direct_bytes=counts.direct,
             cached_bytes=counts.cached,
-            verified=verdict.verified,
+            verified=result.verified,
             fallback=blocks.fallback,
             block_size=config.block_size,
             queue_depth=config.queue_depth,
             threads=config.threads,
             submit=Latency.of(counts.submit_seconds),
             complete=Latency.of(counts.complete_seconds),
-            ranks=verdict.ranks,
+            ranks=result.ranks,
             missing_keys=tuple(self._match.missing),
             unexpected_keys=self._unexpected,
         )

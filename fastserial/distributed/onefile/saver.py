@@ -7,7 +7,7 @@
 3. The bytes flow.
 4. Rank 0 hears the checksums, writes what needs them, syncs, renames.
 
-The messages of a save (`Traffic.consult`): what the ranks have, and the orders; what differs, if
+The messages of a save (`Traffic.consult`): what the ranks have, and the decision; what differs, if
 something does; that all are ready; what was written. With `merge="union"` the states first.
 """
 
@@ -15,19 +15,24 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from fastserial.checksums import Piece as Crc
+from fastserial.checksums import PartialCrc as Crc
 from fastserial.config import Config
+from fastserial.distributed.onefile.decision import (
+    SaveDecision,
+    StateSummary,
+    Writers,
+    decided,
+    writing_ranks,
+)
 from fastserial.distributed.onefile.full_pickle import StandIns
-from fastserial.distributed.onefile.laid_out import LaidOut
-from fastserial.distributed.onefile.orders import Orders, Told, Writers, orders_of, writing_ranks
+from fastserial.distributed.onefile.laid_out import FileLayout
 from fastserial.distributed.onefile.shard_writer import ShardWriter
-from fastserial.distributed.onefile.shared_file import NewFile, OpenedFile, Place
+from fastserial.distributed.onefile.shared_file import FileIdentity, NewFile, OpenedFile
 from fastserial.distributed.plan.schedule import FilePlan, Schedule, schedule
 from fastserial.distributed.ranks.exchange import Exchange
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
@@ -36,8 +41,8 @@ from fastserial.distributed.state.agreement import Agreement
 from fastserial.distributed.state.facts import facts_of
 from fastserial.distributed.state.merging import merged
 from fastserial.distributed.state.tables import (
-    Sources,
-    Table,
+    RecordSources,
+    StateTable,
     synchronize_devices,
     table_of,
 )
@@ -53,7 +58,7 @@ from fastserial.saving.extent_writer import Outcome
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["TIMEOUT", "Saving", "save"]
+__all__ = ["TIMEOUT", "SaveTask", "save"]
 
 TIMEOUT = 600.0  # seconds
 # Bytes of one rank's tile, and of the tiles of all ranks in one round.
@@ -62,7 +67,7 @@ _TILES = 32 * 1024 * 1024
 _SMALLEST_TILE = 64 * 1024
 
 
-class _Done(NamedTuple):
+class _Written(NamedTuple):
     """What a rank tells at the end."""
 
     crcs: list[Crc]
@@ -70,7 +75,7 @@ class _Done(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Kept:
+class _KeptPlan:
     """What is kept of the last save; nothing of the state itself.
 
     Attributes:
@@ -82,7 +87,7 @@ class _Kept:
     """
 
     facts: list[Any] | None
-    table: Table
+    table: StateTable
     stand_ins: StandIns | None = None
     name: bytes = b""
     plan: FilePlan | None = None
@@ -95,7 +100,7 @@ class _Prepared(NamedTuple):
 
     writer: ShardWriter
     nbytes: int
-    orders: Orders
+    decision: SaveDecision
     phases: dict[str, float]
 
 
@@ -109,6 +114,8 @@ def save(
     merge: Literal["union"] | None = None,
 ) -> SaveReport:
     """Write what `torch.save` of the whole state would write, from all ranks. Collective.
+
+        distributed.save({"model": model, "step": 7}, "ckpt.pt")  # on every rank
 
     The file is an ordinary torch file: byte for byte the one that `torch.save` on rank 0 would
     write, had it gathered the full state on the host.
@@ -137,11 +144,11 @@ def save(
         Exception: an object cannot be pickled, or a `state_dict()` failed, on this rank.
     """
     began = perf_counter()
-    saving: Saving | None = None
+    saving: SaveTask | None = None
     try:
         with collective(group, timeout) as traffic:
             name = path_of(path, obj, "distributed.save(obj, path)")
-            saving = Saving(traffic, name, writers, merge, began)
+            saving = SaveTask(traffic, name, writers, merge, began)
             report = saving.run(obj)
     except BaseException:
         if saving is not None:
@@ -151,7 +158,7 @@ def save(
     return report
 
 
-class Saving:
+class SaveTask:
     """One save."""
 
     def __init__(
@@ -167,7 +174,7 @@ class Saving:
         self.config = Config.resolve()
         self._new: NewFile | None = None
         self._opened: OpenedFile | None = None
-        self._laid_out: LaidOut | None = None  # on rank 0
+        self._laid_out: FileLayout | None = None  # on rank 0
         self._reports: tuple[RankReport, ...] = ()
         self._makes_file = True
 
@@ -184,26 +191,27 @@ class Saving:
         """
         traffic = self._traffic
         with paused_collection():
-            found, modules, kept, orders = self._plan(obj)
+            found, modules, kept, decision = self._plan(obj)
             if kept.plan is None or kept.made is None:
                 raise ValueError("rank 0 sent no plan")
             if self._new is None:
-                self._opened = OpenedFile(orders.place)
+                self._opened = OpenedFile(decision.place)
         planned = perf_counter()
         traffic.agree()
         phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
         if kept.table.devices:
             synchronize_devices(found.values)
-        sources = Sources(kept.table, kept.specs, found.values, traffic.rank)
-        writer = ShardWriter(kept.plan, kept.made, sources, self._laid_out, orders.checksums)
-        self._prepared = _Prepared(writer, kept.made.nbytes, orders, phases)
+        rest = self._laid_out.rest if self._laid_out is not None else ()
+        sources = RecordSources(kept.table, kept.specs, found.values, traffic.rank, rest)
+        writer = ShardWriter(kept.plan, kept.made, sources, self._laid_out)
+        self._prepared = _Prepared(writer, kept.made.nbytes, decision, phases)
         return found, modules
 
     def measure(self, obj: object) -> int:
         """Return the bytes of the file that would be written, and write none. Collective."""
         self._makes_file = False
-        _, _, _, orders = self._plan(obj)
-        return orders.place.nbytes
+        _, _, _, decision = self._plan(obj)
+        return decision.place.nbytes
 
     def freeze(self, taken: Snapshot) -> None:
         """Take what is to be saved as it is now, between `prepare` and `finish`."""
@@ -216,53 +224,54 @@ class Saving:
             check: called when this rank has read its bytes; raises if they are not right.
         """
         traffic = self._traffic
-        writer, nbytes, orders, phases = self._prepared
+        writer, nbytes, decision, phases = self._prepared
         try:
-            done, outcome = self._write(writer, nbytes, orders, phases)
+            done, outcome = self._write(writer, nbytes, decision, phases)
             if check is not None:
                 check()
-            traffic.consult(pickle.dumps(done), lambda told: self._conclude(told, writer))
+            traffic.decide(done, lambda found: self._conclude(found, writer))
         except OSError as error:
             raise self._explained(error) from error
         if self._opened is not None:
             self._opened.close()
-        return self._report(orders, done.report, outcome)
+        return self._report(decision, done.report, outcome)
 
-    def _plan(self, obj: object) -> tuple[Leaves, list[Any], _Kept, Orders]:
+    def _plan(self, obj: object) -> tuple[Leaves, list[Any], _KeptPlan, SaveDecision]:
         """Agree with the other ranks on the plan: the one that all have, or a new one."""
         traffic = self._traffic
         modules = live(obj)
+        buffers = buffers_of(modules)
         state = states(obj, modules)
         if self._merge == "union":
-            state = merged(state, traffic)
+            state = merged(state, traffic, buffers)
         found = leaves(state)
-        kept = self._known(found, buffers_of(modules))
-        agreement = Agreement(found, kept.table, traffic, self.config)
-        if traffic.rank == 0:
-            kept.stand_ins = kept.stand_ins or StandIns(kept.table, found.values)
-            self._laid_out = kept.stand_ins.lay_out(self._archive(), state, found.values)
+        kept = self._known(found, buffers)
         table = kept.table
-        told = Told(
-            *(node_name(), kept.name, table.digest, table.ranges(), table.grids),
-            agreement.likeness(),
+        agreement = Agreement(found, table, traffic, self.config)
+        if traffic.rank == 0:
+            kept.stand_ins = kept.stand_ins or StandIns(table, found.values)
+            self._laid_out = kept.stand_ins.lay_out(self._archive(), state, found.values)
+        mine = StateSummary(
+            *(node_name(), kept.name, table.ranges(), table.grids),
+            *(agreement.digest, agreement.sums),
         )
-        orders: Orders = pickle.loads(traffic.consult(pickle.dumps(told), self._decide))
-        if not (orders.alike and orders.agreed):
-            agreement.settle(orders.alike)
-        if orders.plan is not None and self._makes_file:
-            kept.name, kept.plan = orders.name, orders.plan
-            kept.specs = table.completed(orders.ranges, orders.grids)
+        decision: SaveDecision = traffic.decide(mine, self._decide)
+        if not decision.agreed:
+            agreement.settle()
+        if decision.plan is not None and self._makes_file:
+            kept.name, kept.plan = decision.name, decision.plan
+            kept.specs = table.completed(decision.ranges, decision.grids)
             tile = tile_bytes(traffic.size)
             kept.made = schedule(kept.plan, kept.specs, traffic.rank, traffic.size, tile)
         traffic.kept["save"] = kept
-        return found, modules, kept, orders
+        return found, modules, kept, decision
 
-    def _known(self, found: Leaves, buffers: set[int]) -> _Kept:
+    def _known(self, found: Leaves, buffers: set[int]) -> _KeptPlan:
         """Return what is known of a state: what is kept, if nothing of it has changed."""
         traffic = self._traffic
         last = traffic.kept.get("save")
-        if not isinstance(last, _Kept):
-            last = _Kept([], Table())
+        if not isinstance(last, _KeptPlan):
+            last = _KeptPlan([], StateTable())
         facts = facts_of(found.keys, found.values)
         if facts is not None:
             facts.append(len(buffers))
@@ -278,29 +287,28 @@ class Saving:
             raise write_error(errno.EINVAL, self.path, "torch cannot save to such a name")
         return archive
 
-    def _decide(self, messages: list[bytes]) -> bytes:
-        """Return rank 0's orders to all ranks."""
+    def _decide(self, found: list[StateSummary]) -> SaveDecision:
+        """Return rank 0's decision for all ranks."""
         if self._laid_out is None:
             raise ValueError("only rank 0 decides")
-        told: list[Told] = [pickle.loads(text) for text in messages]
-        records, end, nbytes = self._laid_out.places
-        plan = FilePlan(end, records, writing_ranks(self._writers, [one.node for one in told]))
-        place = Place("", 0, nbytes)
+        writers = writing_ranks(self._writers, [one.node for one in found])
+        plan, nbytes = self._laid_out.file_plan(writers), self._laid_out.plan.nbytes
+        place = FileIdentity("", 0, nbytes)
         if self._makes_file:
             self._new = NewFile(self.path, self.config)
             place = self._new.place(nbytes)
-        return pickle.dumps(orders_of(told, plan, place))
+        return decided(found, plan, place)
 
     def _write(
-        self, writer: ShardWriter, nbytes: int, orders: Orders, phases: dict[str, float]
-    ) -> tuple[_Done, Outcome]:
+        self, writer: ShardWriter, nbytes: int, decision: SaveDecision, phases: dict[str, float]
+    ) -> tuple[_Written, Outcome]:
         """Write this rank's part; return what rank 0 has to know of it."""
         traffic, opened = self._traffic, self._opened
         exchange = Exchange(traffic)
         fd = opened.fd if opened is not None else self._new.fd if self._new is not None else -1
         outcome = writer.write(fd, self.config, exchange, lambda nbytes: traffic.alive())
         syncing = perf_counter()
-        if orders.sync_alone and opened is not None and self.config.durable:
+        if decision.sync_alone and opened is not None and self.config.durable:
             opened.sync()
         phases |= {**writer.seconds, "sync": perf_counter() - syncing}
         report = RankReport(
@@ -311,11 +319,10 @@ class Saving:
             received_bytes=exchange.received_bytes,
             phases=phases,
         )
-        return _Done(writer.crcs(), report), outcome
+        return _Written(writer.crcs(), report), outcome
 
-    def _conclude(self, messages: list[bytes], writer: ShardWriter) -> bytes:
+    def _conclude(self, done: list[_Written], writer: ShardWriter) -> None:
         """Finish the file. On rank 0."""
-        done: list[_Done] = [pickle.loads(text) for text in messages]
         self._reports = tuple(found.report for found in done)
         if self._new is None:
             raise ValueError("only rank 0 concludes")
@@ -326,14 +333,13 @@ class Saving:
         self._new.sync()
         self._new.commit()
         self._reports[0].phases["sync"] += perf_counter() - began
-        return b""
 
-    def _report(self, orders: Orders, mine: RankReport, outcome: Outcome) -> SaveReport:
+    def _report(self, decision: SaveDecision, mine: RankReport, outcome: Outcome) -> SaveReport:
         config, new = self.config, self._new
         return SaveReport(
             path=self.path,
             container="zip",
-            bytes=orders.place.nbytes,
+            bytes=decision.place.nbytes,
             seconds=perf_counter() - self._began,
             engine=outcome.engine,
             direct=outcome.direct,

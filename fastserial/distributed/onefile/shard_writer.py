@@ -12,25 +12,32 @@ from typing import TypeVar
 import torch
 
 from fastserial.checksums import CrcLedger, crc32_combine
-from fastserial.checksums import Piece as Crc
+from fastserial.checksums import PartialCrc as Crc
 from fastserial.config import Config
-from fastserial.distributed.onefile.laid_out import LaidOut
-from fastserial.distributed.plan.schedule import CONTAINER, FilePlan, Move, Piece, Round, Schedule
+from fastserial.distributed.onefile.laid_out import FileLayout
+from fastserial.distributed.plan.schedule import (
+    CONTAINER,
+    FilePlan,
+    FileRange,
+    Move,
+    Round,
+    Schedule,
+)
 from fastserial.distributed.ranks.exchange import (
     Elements,
     Exchange,
-    Gathered,
-    Slice,
+    GatheredMemory,
+    MemorySlice,
     held_in_box,
     held_in_range,
     view_in_box,
 )
 from fastserial.distributed.sharding.boxes import Box, Overlap
-from fastserial.distributed.state.tables import Sources
+from fastserial.distributed.state.tables import RecordSources
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import HostMemory, Memory
-from fastserial.overlap.snapshot import Part, Snapshot
+from fastserial.overlap.snapshot import Snapshot, StoragePart
 from fastserial.saving.extent_writer import ExtentWriter, Outcome
 from fastserial.saving.fill import write_all
 
@@ -54,22 +61,20 @@ class ShardWriter:
         self,
         plan: FilePlan,
         made: Schedule,
-        sources: Sources,
-        laid_out: LaidOut | None,
-        checksums: bool,
+        sources: RecordSources,
+        laid_out: FileLayout | None,
     ) -> None:
         """Start with nothing written.
 
         Args:
             laid_out: the file, on rank 0.
-            checksums: whether the file has CRC-32s.
         """
         self._plan = plan
         self._made = made
         self._sources = sources
         self._laid_out = laid_out
-        self._checksums = checksums
-        self._taken: dict[Move | Piece, Memory] = {}  # what was taken of the state
+        self._checksums = plan.checksums
+        self._taken: dict[Move | FileRange, Memory] = {}  # what was taken of the state
         self._ends = {record: offset + size for record, _, offset, size in plan.records}
         sizes = [0] * (max(self._ends, default=-1) + 1)
         for record, _, _, nbytes in plan.records:
@@ -84,7 +89,7 @@ class ShardWriter:
 
         What it sends, or has in strides, is copied, if there is room.
         """
-        parts: list[Part] = []
+        parts: list[StoragePart] = []
         with paused_collection():
             rounds = map(self._made.round, self._made.rounds)
             sends = [move for found in rounds for some in found.sends.values() for move in some]
@@ -92,8 +97,8 @@ class ShardWriter:
             pieces = [piece for piece in self._made.locals() if piece.record != CONTAINER]
             for move in moves:
                 view = self._held_as(move, view_in_box)
-                parts.append(Part(Gathered(view, 0, view.nbytes), 0, view.nbytes))
-            parts += map(self._part, pieces)
+                parts.append(StoragePart(GatheredMemory(view, 0, view.nbytes), 0, view.nbytes))
+            parts += [self._sources[p.source].part(p.start, p.length) for p in pieces]
             self._taken = dict(zip((*moves, *pieces), taken.take(parts), strict=True))
         self._sources.release()
         taken.begin()
@@ -240,15 +245,16 @@ class ShardWriter:
         view, whole = self._part_of(move.piece, move.overlap)
         return cut(view, whole, move.overlap)
 
-    def _held_alone(self, piece: Piece) -> torch.Tensor:
+    def _held_alone(self, piece: FileRange) -> torch.Tensor:
         """Return bytes that rank 0 alone has."""
+        if piece.record != CONTAINER:
+            _, memory = self._sources[piece.source].parts[0]
+            return memory[piece.start : piece.start + piece.length]
         if self._laid_out is None:
             raise ValueError(f"only rank 0 has {piece}")
-        if piece.record == CONTAINER:
-            return self._laid_out.bytes_at(piece.offset, piece.length)
-        return self._laid_out.source_bytes(piece.source, piece.start, piece.length)
+        return self._laid_out.bytes_at(piece.offset, piece.length)
 
-    def _part_of(self, piece: Piece, overlap: Overlap) -> tuple[torch.Tensor, Box]:
+    def _part_of(self, piece: FileRange, overlap: Overlap) -> tuple[torch.Tensor, Box]:
         """Return the part of this rank's memory that has an overlap, and which box that is."""
         for whole, view in self._sources[piece.source].parts:
             if all(
@@ -280,10 +286,13 @@ class ShardWriter:
                 continue
             done[piece.record] = done.get(piece.record, 0) + piece.length
             taken = self._taken.get(piece)
-            memory = self._memory(piece) if taken is None else _from(taken, -piece.start)
+            if taken is None:
+                memory = self._sources[piece.source].memory(piece.start)
+            else:
+                memory = _from(taken, -piece.start)
             yield self._extent(piece, memory)
 
-    def _zip_extents(self, piece: Piece, done: dict[int, int]) -> Iterator[Extent]:
+    def _zip_extents(self, piece: FileRange, done: dict[int, int]) -> Iterator[Extent]:
         """Return the zip's own bytes; with checksums where all of a record went before."""
         if self._laid_out is None:
             raise ValueError(f"only rank 0 has {piece}")
@@ -299,22 +308,12 @@ class ShardWriter:
                 part = source.data[extent.start : extent.start + extent.length]
                 yield Extent(extent.offset, extent.length, Literal(part))
 
-    def _memory(self, piece: Piece) -> Memory:
-        if piece.source < 0 and self._laid_out is not None:
-            return self._laid_out.memory(piece.source)
-        return self._sources[piece.source].memory(piece.start)
-
-    def _part(self, piece: Piece) -> Part:
-        if piece.source < 0 and self._laid_out is not None:
-            return self._laid_out.part(piece.source, piece.start, piece.length)
-        return self._sources[piece.source].part(piece.start, piece.length)
-
-    def _extent(self, piece: Piece, memory: Memory) -> Extent:
+    def _extent(self, piece: FileRange, memory: Memory) -> Extent:
         record = piece.record if self._checksums and piece.record != CONTAINER else None
         source = Data(memory, self._size_of(piece), record)
         return Extent(piece.offset, piece.length, source, piece.start)
 
-    def _size_of(self, piece: Piece) -> int:
+    def _size_of(self, piece: FileRange) -> int:
         return self._sizes[piece.record] if piece.record != CONTAINER else self._plan.nbytes
 
 
@@ -322,7 +321,7 @@ def _from(memory: Memory, start: int) -> Memory:
     """Return a memory from a byte on, which may lie before it."""
     if isinstance(memory, HostMemory):
         return HostMemory(memory.address + start, memory.nbytes - start, memory.owner)
-    return Slice(memory, start, memory.nbytes - start)
+    return MemorySlice(memory, start, memory.nbytes - start)
 
 
 def _cut(extents: Iterable[Extent], block: int) -> Iterator[Extent]:

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from fastserial.config import Config
 from fastserial.errors import WriteError, write_error
-from fastserial.files.compression import reserve
 from fastserial.files.destination import open_path, required, save_error
+from fastserial.files.linux import reserve
 from fastserial.interrupts import Descriptors
 
-__all__ = ["NewFile", "OpenedFile", "Place"]
+__all__ = ["FileIdentity", "NewFile", "OpenedFile"]
 
 
-class Place(NamedTuple):
+class FileIdentity(NamedTuple):
     """By which the other ranks find the new file.
 
     Attributes:
@@ -54,7 +54,7 @@ class NewFile:
     def fallback(self) -> str | None:
         return self._file.fallback
 
-    def place(self, nbytes: int) -> Place:
+    def place(self, nbytes: int) -> FileIdentity:
         """Give the file its size, and return where the other ranks find it.
 
         Raises:
@@ -66,7 +66,7 @@ class NewFile:
         os.ftruncate(self.fd, nbytes)
         directory = os.path.dirname(os.path.abspath(self._file.target.path))
         path = os.path.join(directory, self._file.named or "")
-        return Place(path, os.fstat(self.fd).st_ino, nbytes)
+        return FileIdentity(path, os.fstat(self.fd).st_ino, nbytes)
 
     def sync(self) -> None:
         self._file.sync()
@@ -93,7 +93,7 @@ class NewFile:
 class OpenedFile:
     """Another rank's: the file that rank 0 made."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: FileIdentity) -> None:
         """Open it.
 
         Raises:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Item", "Share", "shares"]
+__all__ = ["Assignment", "Workload", "assign"]
 
 _LEAST = 64 * 1024  # bytes of a piece; cutting smaller ones gains nothing
 
 
-class Item(NamedTuple):
+class Workload(NamedTuple):
     """Something to be written or read once.
 
     Attributes:
@@ -28,7 +28,7 @@ class Item(NamedTuple):
     rows: int = 1
 
 
-class Share(NamedTuple):
+class Assignment(NamedTuple):
     """Rows [first, stop) of an item, and the rank that writes or reads them."""
 
     item: int
@@ -37,9 +37,9 @@ class Share(NamedTuple):
     stop: int
 
 
-def shares(
-    items: Sequence[Item], ranks: int, before: Sequence[int] = (), least: int = _LEAST
-) -> list[Share]:
+def assign(
+    items: Sequence[Workload], ranks: int, before: Sequence[int] = (), least: int = _LEAST
+) -> list[Assignment]:
     """Return who writes or reads what; every row of every item once.
 
     Args:
@@ -50,11 +50,11 @@ def shares(
     """
     load = list(before) or [0] * ranks
     groups: dict[tuple[int, ...], list[int]] = {}
-    found: list[Share] = []
+    found: list[Assignment] = []
     for number, item in enumerate(items):
         if len(item.owners) == 1:
             load[item.owners[0]] += item.nbytes
-            found.append(Share(number, item.owners[0], 0, item.rows))
+            found.append(Assignment(number, item.owners[0], 0, item.rows))
         else:
             groups.setdefault(item.owners, []).append(number)
     for owners in sorted(groups, key=lambda owners: (len(owners), owners)):
@@ -85,14 +85,14 @@ def _rooms(loads: Sequence[int], total: int) -> list[int]:
 
 
 def _given_out(
-    items: Sequence[Item],
+    items: Sequence[Workload],
     numbers: Sequence[int],
     owners: Sequence[int],
     room: list[int],
     least: int,
-) -> list[Share]:
+) -> list[Assignment]:
     """Give items out in their order, what cannot be cut first."""
-    found: list[Share] = []
+    found: list[Assignment] = []
     at = 0
     last = len(owners) - 1
     whole = [number for number in numbers if items[number].rows == 1]
@@ -111,7 +111,7 @@ def _given_out(
                 stop = min(item.rows, first + max(1, round(room[at] / row)))
                 if at == last or (item.rows - stop) * row < least:
                     stop = item.rows
-            found.append(Share(number, owners[at], first, stop))
+            found.append(Assignment(number, owners[at], first, stop))
             room[at] -= int((stop - first) * row)
             first = stop
     return found

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from fastserial.distributed.sharding.boxes import Box, boxes_of_range, run_of
 from fastserial.distributed.sharding.pieces import Flat, Mesh, boxes_at
 
-__all__ = ["Cover", "Held", "Run", "cover_of"]
+__all__ = ["Cover", "HeldBox", "HeldRange", "cover_of"]
 
 
-class Held(NamedTuple):
+class HeldBox(NamedTuple):
     """A box and the ranks that hold it, each the same bytes.
 
     Attributes:
@@ -26,7 +26,7 @@ class Held(NamedTuple):
     stop: int
 
 
-class Run(NamedTuple):
+class HeldRange(NamedTuple):
     """Consecutive elements [first, stop) and some ranks."""
 
     first: int
@@ -44,9 +44,9 @@ class Cover(NamedTuple):
         parts: if there are none: elements of which each of the ranks has a part, and nobody else.
     """
 
-    held: tuple[Held, ...]
-    runs: tuple[Run, ...]
-    parts: tuple[Run, ...]
+    held: tuple[HeldBox, ...]
+    runs: tuple[HeldRange, ...]
+    parts: tuple[HeldRange, ...]
 
 
 @lru_cache(maxsize=8192)
@@ -78,7 +78,7 @@ def cover_of(shape: tuple[int, ...], holders: Mesh | Flat | None, size: int) -> 
             boxes[whole] = list(range(size))
         held = [_held(shape, box, tuple(sorted(ranks))) for box, ranks in boxes.items()]
         runs = sorted(
-            Run(one.first, one.stop, one.ranks)
+            HeldRange(one.first, one.stop, one.ranks)
             for one in held
             if run_of(shape, one.box) is not None
         )
@@ -87,7 +87,7 @@ def cover_of(shape: tuple[int, ...], holders: Mesh | Flat | None, size: int) -> 
     return Cover(tuple(held), tuple(runs), () if runs else tuple(_parts(held)))
 
 
-def _held(shape: Sequence[int], box: Box, ranks: tuple[int, ...]) -> Held:
+def _held(shape: Sequence[int], box: Box, ranks: tuple[int, ...]) -> HeldBox:
     first, last, step = 0, 0, 1
     for size, offset, length in zip(
         reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True
@@ -95,10 +95,10 @@ def _held(shape: Sequence[int], box: Box, ranks: tuple[int, ...]) -> Held:
         first += offset * step
         last += (offset + length - 1) * step
         step *= size
-    return Held(box, ranks, first, last + 1)
+    return HeldBox(box, ranks, first, last + 1)
 
 
-def _sweep(flat: Flat) -> list[Run]:
+def _sweep(flat: Flat) -> list[HeldRange]:
     """Return disjoint ranges with all ranks that hold them."""
     ends: dict[int, list[int]] = {}
     for index, (_, first, stop) in enumerate(flat.ranges):
@@ -110,11 +110,11 @@ def _sweep(flat: Flat) -> list[Run]:
         inside.symmetric_difference_update(ends[first])
         if inside:
             ranks = {flat.ranges[index][0] for index in inside}
-            found.append(Run(first, stop, tuple(sorted(ranks))))
+            found.append(HeldRange(first, stop, tuple(sorted(ranks))))
     return found
 
 
-def _parts(held: Sequence[Held]) -> list[Run]:
+def _parts(held: Sequence[HeldBox]) -> list[HeldRange]:
     """Return what boxes hold that lie in each other's gaps, such as shards of columns."""
     found: list[tuple[int, int, set[int]]] = []
     for one in sorted(held, key=lambda one: one.first):
@@ -124,4 +124,4 @@ def _parts(held: Sequence[Held]) -> list[Run]:
             found[-1] = first, max(stop, one.stop), ranks
         else:
             found.append((one.first, one.stop, set(one.ranks)))
-    return [Run(first, stop, tuple(sorted(ranks))) for first, stop, ranks in found]
+    return [HeldRange(first, stop, tuple(sorted(ranks))) for first, stop, ranks in found]

@@ -16,12 +16,12 @@ from fastserial.distributed.state.walk import is_leaf, is_live, live
 from fastserial.errors import LoadMismatchError
 from fastserial.nests import Path, is_container, sequence_like, walk
 
-__all__ = ["Job", "Match", "Path", "file_leaves", "path_name", "unused"]
+__all__ = ["Match", "Path", "TensorMatch", "file_leaves", "path_name", "unused"]
 
 _LISTS = (list, tuple)
 
 
-class Job(NamedTuple):
+class TensorMatch(NamedTuple):
     """A tensor of the file, and what this rank holds of it."""
 
     tensor: FileTensor
@@ -44,7 +44,7 @@ class Match:
     cast: bool
     nest: object = None
     modules: list[torch.nn.Module] = field(default_factory=list)
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[TensorMatch] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     used: set[Path] = field(default_factory=set)
@@ -215,7 +215,7 @@ class Match:
         if objection is not None:
             self.problems.append(f"{name}: {objection}")
         else:
-            self.jobs.append(Job(there, held))
+            self.jobs.append(TensorMatch(there, held))
 
     def _made(self, there: Any, path: Path, like: torch.Tensor | None = None) -> Any:
         """Return a value of the file with new tensors in it, which are filled like others.
@@ -236,7 +236,7 @@ class Match:
             else:
                 new = self._tensors[there.same] = self._as_saved(there)
             held = holding(new, path_name(path), self.rank, self.ranks, self._meshes)
-            self.jobs.append(Job(there, held))
+            self.jobs.append(TensorMatch(there, held))
             return new
         if isinstance(there, MutableMapping):
             for key, item in there.items():

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fastserial.distributed.plan.balance import Item, shares
+from fastserial.distributed.plan.balance import Workload, assign
 
-__all__ = ["NeedMap", "Share", "block_bytes", "share_out"]
+__all__ = ["NeedMap", "ReadShare", "block_bytes", "share_out"]
 
 # Bytes of the smallest block: more than the gaps that `loading.planner` reads along, so that
 # nobody reads what others own.
@@ -48,7 +48,7 @@ class NeedMap:
         return [(first * self.block, stop * self.block) for first, stop in _runs(self.blocks)]
 
 
-class Share(NamedTuple):
+class ReadShare(NamedTuple):
     """Bytes [first, stop) of the file: `owner` reads them, all `members` need some of them."""
 
     first: int
@@ -57,7 +57,7 @@ class Share(NamedTuple):
     members: tuple[int, ...]
 
 
-def share_out(maps: Sequence[bytes | bytearray], block: int) -> list[Share]:
+def share_out(maps: Sequence[bytes | bytearray], block: int) -> list[ReadShare]:
     """Divide what is needed among those who need it.
 
     Args:
@@ -68,11 +68,11 @@ def share_out(maps: Sequence[bytes | bytearray], block: int) -> list[Share]:
         The shares in file order, the same on every rank; the last may go past the file's end.
     """
     segments = list(_segments(maps))
-    items = [Item((stop - at) * block, members, stop - at) for at, stop, members in segments]
-    found: list[Share] = []
-    for number, owner, first, stop in shares(items, len(maps), least=block):
+    items = [Workload((stop - at) * block, members, stop - at) for at, stop, members in segments]
+    found: list[ReadShare] = []
+    for number, owner, first, stop in assign(items, len(maps), least=block):
         begin, _, members = segments[number]
-        found.append(Share((begin + first) * block, (begin + stop) * block, owner, members))
+        found.append(ReadShare((begin + first) * block, (begin + stop) * block, owner, members))
     return found
 
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from fastserial.distributed.plan.covers import Cover, Held, cover_of
+from fastserial.distributed.plan.covers import Cover, HeldBox, cover_of
 from fastserial.distributed.plan.division import GRAIN, owned_blocks
 from fastserial.distributed.sharding.boxes import Box, Overlap, overlaps
 from fastserial.distributed.sharding.pieces import TensorSpec
 from fastserial.memory.held_settings import paused_collection
 
-__all__ = ["CONTAINER", "FilePlan", "Move", "Piece", "Round", "Schedule", "schedule"]
+__all__ = ["CONTAINER", "FilePlan", "FileRange", "Move", "Round", "Schedule", "schedule"]
 
 CONTAINER = -1  # instead of a source: the zip's own bytes, which rank 0 has
 _ALIGN = 16
@@ -35,14 +35,16 @@ class FilePlan(NamedTuple):
         records: those with data, in file order: number, source, place in the file, bytes. A
             source below 0 is one that rank 0 alone has.
         writers: the ranks that write.
+        checksums: whether the file has CRC-32s.
     """
 
     nbytes: int
     records: list[tuple[int, int, int, int]]
     writers: list[int]
+    checksums: bool = True
 
 
-class Piece(NamedTuple):
+class FileRange(NamedTuple):
     """Bytes of the file that belong to one record, or lie between two.
 
     Attributes:
@@ -69,7 +71,7 @@ class Move(NamedTuple):
         overlap: where it is in the piece.
     """
 
-    piece: Piece
+    piece: FileRange
     tile: int
     box: Box | None
     overlap: Overlap | None
@@ -87,7 +89,7 @@ class Round:
 
     sends: dict[int, list[Move]] = field(default_factory=dict)
     receives: dict[int, list[Move]] = field(default_factory=dict)
-    pieces: list[tuple[Piece, int]] = field(default_factory=list)
+    pieces: list[tuple[FileRange, int]] = field(default_factory=list)
 
 
 class Stream:
@@ -152,11 +154,11 @@ class Schedule:
         self._starts = [offset for _, _, offset, _ in plan.records]
         self._direct: list[tuple[int, int]] = []  # what this rank has as it is in the file (bytes)
         self._fill()
-        self._covers: dict[int, tuple[Cover, list[Held]]] = {}
+        self._covers: dict[int, tuple[Cover, list[HeldBox]]] = {}
         tiles = [stream.tiles(tile_bytes) for stream in self.streams.values()]
         self.rounds = sorted({number for numbers in tiles for number in numbers})
 
-    def locals(self) -> Iterator[Piece]:
+    def locals(self) -> Iterator[FileRange]:
         """Return what this rank writes from its own memory, in file order."""
         for first, stop in self._direct:
             yield from self._pieces(first, stop)
@@ -223,7 +225,7 @@ class Schedule:
         if not rank:
             yield at, self._plan.nbytes
 
-    def _pieces(self, first: int, stop: int) -> Iterator[Piece]:
+    def _pieces(self, first: int, stop: int) -> Iterator[FileRange]:
         """Cut bytes of the file at the ends of records.
 
         Where a cut is within a record, it is between elements.
@@ -233,12 +235,12 @@ class Schedule:
         at = first
         while at < stop:
             if index == len(records):
-                yield Piece(at, stop - at, CONTAINER, CONTAINER, at)
+                yield FileRange(at, stop - at, CONTAINER, CONTAINER, at)
                 return
             number, source, offset, nbytes = records[index]
             if at < offset:
                 end = min(offset, stop)
-                yield Piece(at, end - at, CONTAINER, CONTAINER, at)
+                yield FileRange(at, end - at, CONTAINER, CONTAINER, at)
                 at = end
             if at < stop and at < offset + nbytes:
                 start = at - offset
@@ -248,11 +250,11 @@ class Schedule:
                     end = stop - offset
                     end -= end % _ALIGN
                 if start < end:
-                    yield Piece(offset + start, end - start, number, source, start)
+                    yield FileRange(offset + start, end - start, number, source, start)
                 at = min(stop, offset + nbytes)
             index += 1
 
-    def _note(self, found: Round, piece: Piece, tile: int, owner: int) -> None:
+    def _note(self, found: Round, piece: FileRange, tile: int, owner: int) -> None:
         """Enter the moves of a piece in which this rank has a part."""
         rank = self._rank
         if piece.source < 0:
@@ -278,7 +280,7 @@ class Schedule:
                 if owner == rank:
                     found.receives.setdefault(sender, []).append(move)
 
-    def _cover(self, spec: TensorSpec) -> tuple[Cover, list[Held]]:
+    def _cover(self, spec: TensorSpec) -> tuple[Cover, list[HeldBox]]:
         """Return who holds what of a tensor, and what of it this rank holds."""
         found = self._covers.get(id(spec))
         if found is None:

@@ -7,8 +7,6 @@ of each: of sampled bytes, or of all (option `compare`).
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import marshal
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -19,9 +17,8 @@ from fastserial.distributed.ranks.exchange import as_integers
 from fastserial.formats.storages import reach
 from fastserial.memory.storages import synchronize
 
-__all__ = ["Copies", "Copy", "checksums", "differing", "ranks_in_words"]
+__all__ = ["Copy", "checksums", "differing", "ranks_in_words"]
 
-Ranks = tuple[int, ...] | None
 _Key = TypeVar("_Key", int, str)  # of a tensor: its place among the leaves, or its name
 
 # Sampled are so many spots of so many bytes, the first and the last bytes among them.
@@ -37,50 +34,12 @@ class Copy(NamedTuple):
     """A plain tensor that several ranks have.
 
     Attributes:
-        leaf: its place among the leaves.
-        ranks: that have it; None: all.
+        leaf: its number among the leaves.
         shared: several ranks write parts of it; else one rank's counts.
     """
 
     leaf: int
-    ranks: Ranks
     shared: bool
-
-
-class Copies:
-    """This rank's copies.
-
-    Attributes:
-        sums: a checksum of each copy, by the place of its leaf.
-    """
-
-    def __init__(
-        self,
-        copies: Sequence[Copy],
-        tensors: Sequence[torch.Tensor | None],
-        whole: bool,
-        tick: Callable[[], object],
-    ) -> None:
-        """Take the checksums.
-
-        Args:
-            tensors: of the copies; None: this rank has it not.
-            whole: of all bytes, not of sampled ones.
-            tick: called after each tensor.
-        """
-        mine = [(copy, one) for copy, one in zip(copies, tensors, strict=True) if one is not None]
-        sums = checksums([one for _, one in mine], whole, tick)
-        self.sums = {copy.leaf: found for (copy, _), found in zip(mine, sums, strict=True)}
-        self._ranks = [copy.ranks for copy, _ in mine]
-
-    def digests(self) -> dict[Ranks, bytes]:
-        """Return one digest of all that the same ranks have, for each such set of ranks."""
-        found: dict[Ranks, list[int]] = {}
-        for ranks, checksum in zip(self._ranks, self.sums.values(), strict=True):
-            found.setdefault(ranks, []).append(checksum)
-        return {
-            ranks: hashlib.sha256(marshal.dumps(sums)).digest() for ranks, sums in found.items()
-        }
 
 
 def differing(told: Sequence[Mapping[_Key, int]]) -> dict[_Key, list[int]]:

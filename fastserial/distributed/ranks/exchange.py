@@ -22,9 +22,9 @@ __all__ = [
     "INTEGERS",
     "Elements",
     "Exchange",
-    "Gathered",
-    "Run",
-    "Slice",
+    "GatheredMemory",
+    "HostRun",
+    "MemorySlice",
     "as_integers",
     "held_in_box",
     "held_in_range",
@@ -38,7 +38,7 @@ _ALIGN = 16  # bytes of the largest elements
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-class Run(NamedTuple):
+class HostRun(NamedTuple):
     """Elements one behind the other in the host's memory; a few times faster than a view of them.
 
     Attributes:
@@ -54,7 +54,7 @@ class Run(NamedTuple):
     owner: torch.Tensor
 
 
-Elements: TypeAlias = torch.Tensor | Run
+Elements: TypeAlias = torch.Tensor | HostRun
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def held_in_range(buffer: torch.Tensor, dtype: torch.dtype, overlap: Overlap) ->
     if run is not None:
         first, stop = run
         item = dtype.itemsize
-        return Run(buffer.data_ptr() + (at + first) * item, (stop - first) * item, item, buffer)
+        return HostRun(buffer.data_ptr() + (at + first) * item, (stop - first) * item, item, buffer)
     whole = buffer.view(dtype).narrow(0, at, row.numel).view(row.sizes)
     return whole[part.slices(row)]
 
@@ -88,7 +88,7 @@ def held_in_box(tensor: torch.Tensor, box: Box, overlap: Overlap) -> Elements:
         if run is not None:
             first, stop = run
             item = tensor.element_size()
-            return Run(tensor.data_ptr() + first * item, (stop - first) * item, item, tensor)
+            return HostRun(tensor.data_ptr() + first * item, (stop - first) * item, item, tensor)
     return view_in_box(tensor, box, overlap)
 
 
@@ -199,7 +199,7 @@ def packed(parts: Iterable[Elements]) -> int:
 
 def _extent(part: Elements) -> tuple[int, int]:
     """Return the bytes of elements, and of one of them."""
-    if isinstance(part, Run):
+    if isinstance(part, HostRun):
         return part.nbytes, part.item
     item = part.element_size()
     return part.numel() * item, item
@@ -213,7 +213,7 @@ def _pass(parts: Iterable[Elements], buffer: torch.Tensor, out: bool) -> int:
         if not nbytes:
             continue
         at += -at % item
-        if isinstance(part, Run):
+        if isinstance(part, HostRun):
             there = start + at
             memmove(*((there, part.address) if out else (part.address, there)), nbytes)
         else:
@@ -232,7 +232,7 @@ def _copy(source: Elements, target: Elements) -> None:
     (nbytes, _), (room, _) = _extent(source), _extent(target)
     if nbytes != room:
         raise ValueError(f"{nbytes} bytes do not belong where there are {room}")
-    if isinstance(source, Run) and isinstance(target, Run):
+    if isinstance(source, HostRun) and isinstance(target, HostRun):
         memmove(target.address, source.address, nbytes)
         return
     like = as_integers(next(part for part in (source, target) if isinstance(part, torch.Tensor)))
@@ -249,7 +249,7 @@ def _view(part: Elements, like: torch.Tensor) -> torch.Tensor:
     return found.view(like.dtype).view(like.shape)
 
 
-class Gathered:
+class GatheredMemory:
     """A view on a device, or in strides, whose bytes are copied together as they are asked for."""
 
     def __init__(self, view: torch.Tensor, base: int, nbytes: int) -> None:
@@ -277,7 +277,7 @@ class Gathered:
             at = end
 
 
-class Slice:
+class MemorySlice:
     """A memory from a byte on, which may lie before its first."""
 
     def __init__(self, memory: Memory, start: int, nbytes: int) -> None:

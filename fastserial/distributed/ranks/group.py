@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import pickle
 import threading
 import time
 import weakref
@@ -291,6 +292,18 @@ class Traffic:
         answer = decide([message, *(self._get(rank) for rank in range(1, self.size))])
         self._wait_for([wait for rank in range(1, self.size) for wait in self._post(rank, answer)])
         return answer
+
+    def decide(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
+        """Give rank 0 every rank's value, and return what it makes of them, on all ranks.
+
+        Raises:
+            DistributedError: see `consult`.
+        """
+
+        def answer(messages: list[bytes]) -> bytes:
+            return pickle.dumps(decision(list(map(pickle.loads, messages))))
+
+        return pickle.loads(self.consult(pickle.dumps(value), answer))
 
     def swap(self, messages: Mapping[int, bytes], senders: Iterable[int]) -> dict[int, bytes]:
         """Send messages to some ranks, and return those of others, by their rank.

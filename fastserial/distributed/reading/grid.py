@@ -1,8 +1,7 @@
-"""Tensors of a file as boxes of row-major arrays, so that a range of bytes is a few boxes.
+"""Tensors of a file as row-major arrays, so that a range of bytes is a few boxes.
 
-A tensor's dimensions, ordered by their strides, are those of an array that lies in the file
-without gaps, of which the tensor may be a part: a transposed tensor is an array of its own, a
-slice is a box of a larger one.
+The array has the tensor's dimensions, ordered by their strides: a transposed tensor is an array,
+too. A tensor with gaps, or with several indices of one element, is none.
 """
 
 from __future__ import annotations
@@ -15,53 +14,43 @@ import torch
 
 from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect
 from fastserial.distributed.sharding.file_index import FileTensor
+from fastserial.formats.storages import contiguous_stride
 
 __all__ = ["Grid", "grid_of"]
 
 
 @dataclass(slots=True, eq=False)
 class Grid:
-    """A tensor's place in a row-major array of the file. The array may be less than a tensor.
+    """A tensor as a row-major array of the file.
 
     Attributes:
-        tensor: what it is about.
-        shape: of the array; behind those of the tensor it may have a dimension of its own.
-        steps: its strides, in elements.
-        order: the tensor's dimension for each of the array's, without its own.
-        rest: the tensor's other dimensions: along them the file holds one element.
+        tensor: which.
+        order: the tensor's dimension for each of the array's, the outermost first.
+        shape, steps: of the array; its strides (elements).
     """
 
     tensor: FileTensor
+    order: tuple[int, ...]
     shape: tuple[int, ...]
     steps: tuple[int, ...]
-    order: tuple[int, ...]
-    rest: tuple[int, ...]
-
-    @property
-    def _more(self) -> int:
-        return len(self.shape) - len(self.order)
 
     def box_of(self, box: Box) -> Box:
         """Return the array's box for a box of the tensor that is not empty."""
-        offsets = (*(box.offsets[dim] for dim in self.order), *(0,) * self._more)
-        return Box(offsets, (*(box.sizes[dim] for dim in self.order), *(1,) * self._more))
+        return Box(
+            tuple([box.offsets[dim] for dim in self.order]),
+            tuple([box.sizes[dim] for dim in self.order]),
+        )
 
     def part_of(self, view: torch.Tensor, whole: Box, box: Box) -> torch.Tensor:
-        """Return the part of a target that a box of the array fills.
+        """Return the part of a target that a box of the array fills, in the array's dimensions.
 
         Args:
             view: what a rank holds of the tensor.
             whole: the box of the array that it is.
             box: a part of that.
-
-        Returns:
-            Its dimensions are the array's and then `rest`.
         """
-        for place, dim in enumerate(self.order if box != whole else ()):
-            at = box.offsets[place] - whole.offsets[place]
-            view = view.narrow(dim, at, box.sizes[place])
-        view = view.permute((*self.order, *self.rest))
-        return view.unsqueeze(len(self.order)) if self._more else view
+        view = view.permute(self.order)
+        return view if box == whole else view[box.slices(whole)]
 
     def position(self, index: Sequence[int]) -> int:
         """Return where in the file an element of the array lies (bytes)."""
@@ -123,26 +112,12 @@ class Grid:
 
 
 def grid_of(tensor: FileTensor) -> Grid | None:
-    """Return the grid of a tensor that has elements; None if it is no part of an array.
-
-    That is so if different indices reach the same element other than by a stride of 0.
-    """
+    """Return the grid of a tensor that has elements; None if it is no row-major array."""
     dims = range(len(tensor.shape))
-    order = tuple(
-        sorted(
-            (dim for dim in dims if tensor.shape[dim] > 1 and tensor.stride[dim] > 0),
-            key=lambda dim: -tensor.stride[dim],
-        )
-    )
-    rest = tuple(dim for dim in dims if dim not in order)
-    steps = [tensor.stride[dim] for dim in order]
-    shape: list[int] = [tensor.shape[order[0]]] if order else []
-    for place, dim in enumerate(order[1:], 1):
-        size, over = divmod(steps[place - 1], steps[place])
-        if over or size < tensor.shape[dim]:
+    order = tuple(sorted(dims, key=lambda dim: -tensor.stride[dim] * (tensor.shape[dim] > 1)))
+    shape = tuple([tensor.shape[dim] for dim in order])
+    steps = contiguous_stride(shape)
+    for dim, size, step in zip(order, shape, steps, strict=True):
+        if size > 1 and tensor.stride[dim] != step:
             return None
-        shape.append(size)
-    if steps and steps[-1] > 1:
-        shape.append(steps[-1])
-        steps.append(1)
-    return Grid(tensor, tuple(shape), tuple(steps), order, rest)
+    return Grid(tensor, order, shape, steps)

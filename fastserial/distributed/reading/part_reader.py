@@ -15,10 +15,10 @@ import torch
 from fastserial.checksums import CrcLedger
 from fastserial.config.performance import SCATTERED_CHUNK
 from fastserial.distributed.reading.windows import (
-    Piece,
-    Range,
-    Target,
+    ReadTarget,
     Window,
+    WindowPart,
+    WindowRange,
     buffer_for,
     by_window,
     deliver,
@@ -40,12 +40,12 @@ _NEAR = 64 * 1024  # bytes nobody wants that are read rather than split a read i
 Run = tuple[int, int]  # bytes of the file, from the first up to the second
 
 
-class _Part(NamedTuple):
+class _BoxRead(NamedTuple):
     """A box of a target, and the bytes of the file that are read for it."""
 
     first: int
     stop: int
-    target: Target
+    target: ReadTarget
     box: Box
 
 
@@ -85,11 +85,11 @@ class PartReader:
         counts = self._reader.blocks.counts
         return counts.direct + counts.cached
 
-    def checks(self, target: Target) -> bool:
+    def checks(self, target: ReadTarget) -> bool:
         """Return whether what a target wants lies in one of the records."""
         return self._record_of(*target.grid.span(target.box)) is not None
 
-    def read_own(self, targets: Sequence[Target], runs: Sequence[Run]) -> None:
+    def read_own(self, targets: Sequence[ReadTarget], runs: Sequence[Run]) -> None:
         """Fill what lies in runs of the file that no other rank reads.
 
         Raises:
@@ -106,7 +106,9 @@ class PartReader:
             for piece in pieces:
                 deliver(piece, found_in(buffer, piece))
 
-    def read_window(self, window: Window, pieces: Sequence[Piece], buffer: torch.Tensor) -> None:
+    def read_window(
+        self, window: Window, pieces: Sequence[WindowPart], buffer: torch.Tensor
+    ) -> None:
         """Read what pieces need of a window into its buffer.
 
         Raises:
@@ -117,7 +119,7 @@ class PartReader:
         self._reader.read_into([one for span in spans for one in self._extents(span, buffer)])
 
     def _divided(
-        self, targets: Sequence[Target], runs: Sequence[Run]
+        self, targets: Sequence[ReadTarget], runs: Sequence[Run]
     ) -> tuple[list[ReadExtent], list[Run]]:
         """Return what can be read straight to its target, and the bytes of all else.
 
@@ -144,7 +146,7 @@ class PartReader:
             place = end
         return straight, rest
 
-    def _parts(self, targets: Sequence[Target], runs: Sequence[Run]) -> Iterator[_Part]:
+    def _parts(self, targets: Sequence[ReadTarget], runs: Sequence[Run]) -> Iterator[_BoxRead]:
         stops = [stop for _, stop in runs]
         for target in targets:
             begin, end = target.grid.span(target.box)
@@ -158,14 +160,14 @@ class PartReader:
                         yield self._part(*target.grid.span(box), target, box)
                 place += 1
 
-    def _part(self, low: int, high: int, target: Target, box: Box) -> _Part:
+    def _part(self, low: int, high: int, target: ReadTarget, box: Box) -> _BoxRead:
         """Return a part of a target that lies in bytes [low, high) of the file."""
         number = self._record_of(low, high) if self._whole else None
         if number is not None:
             low, high = self.records[number].offset, self._stops[number]
-        return _Part(low, high, target, box)
+        return _BoxRead(low, high, target, box)
 
-    def _straight(self, part: _Part) -> ReadExtent | None:
+    def _straight(self, part: _BoxRead) -> ReadExtent | None:
         """Return how a part is read to where it belongs, None if its bytes lie otherwise there."""
         grid, view = part.target.grid, part.target.view
         tensor = grid.tensor
@@ -203,7 +205,7 @@ class PartReader:
         if group:
             self._reader.read_into(group)
 
-    def _extents(self, span: Range, buffer: torch.Tensor) -> Iterator[ReadExtent]:
+    def _extents(self, span: WindowRange, buffer: torch.Tensor) -> Iterator[ReadExtent]:
         """Return how bytes are read to their place in a window's buffer."""
 
         def into(low: int, high: int) -> HostSink:

@@ -20,10 +20,10 @@ from fastserial.distributed.sharding.boxes import Box
 from fastserial.memory.storages import is_plain
 
 __all__ = [
-    "Piece",
-    "Range",
-    "Target",
+    "ReadTarget",
     "Window",
+    "WindowPart",
+    "WindowRange",
     "buffer_for",
     "by_window",
     "deliver",
@@ -40,7 +40,7 @@ _MOST_RANGES = 4096  # of a window
 
 
 @dataclass(slots=True, eq=False)  # thousands are made: frozen ones take longer
-class Target:
+class ReadTarget:
     """What a rank wants of a tensor.
 
     Attributes:
@@ -54,7 +54,7 @@ class Target:
     view: torch.Tensor | None = None
 
 
-class Range(NamedTuple):
+class WindowRange(NamedTuple):
     """Bytes [first, stop) of the file, and where a window's buffer has them."""
 
     first: int
@@ -65,11 +65,11 @@ class Range(NamedTuple):
 class Window(NamedTuple):
     """Ranges of the file that are read together; `nbytes`: of the buffer."""
 
-    ranges: tuple[Range, ...]
+    ranges: tuple[WindowRange, ...]
     nbytes: int
 
 
-class Piece(NamedTuple):
+class WindowPart(NamedTuple):
     """A box of a target whose bytes a window holds.
 
     Attributes:
@@ -78,7 +78,7 @@ class Piece(NamedTuple):
         source: where it begins in the window's buffer (bytes).
     """
 
-    target: Target
+    target: ReadTarget
     box: Box
     source: int
 
@@ -91,7 +91,7 @@ def windows_of(runs: Iterable[tuple[int, int]], size: int) -> list[Window]:
             element that lies at such an address from the beginning of its run on.
     """
     windows: list[Window] = []
-    ranges: list[Range] = []
+    ranges: list[WindowRange] = []
     at = taken = 0
 
     def end() -> None:
@@ -104,7 +104,7 @@ def windows_of(runs: Iterable[tuple[int, int]], size: int) -> list[Window]:
                 end()
                 at = taken = 0
             cut = min(stop, first + (size - taken) // _ALIGN * _ALIGN)
-            ranges.append(Range(first, cut, at))
+            ranges.append(WindowRange(first, cut, at))
             taken += cut - first
             at += cut - first + _TAIL + -(cut - first) % _ALIGN
             first = cut
@@ -113,11 +113,11 @@ def windows_of(runs: Iterable[tuple[int, int]], size: int) -> list[Window]:
     return windows
 
 
-def by_window(targets: Sequence[Target], windows: Sequence[Window]) -> list[list[Piece]]:
+def by_window(targets: Sequence[ReadTarget], windows: Sequence[Window]) -> list[list[WindowPart]]:
     """Return the pieces of the targets that each window holds, in the targets' order."""
     numbered = [(number, one) for number, window in enumerate(windows) for one in window.ranges]
     stops = [one.stop for _, one in numbered]
-    found: list[list[Piece]] = [[] for _ in windows]
+    found: list[list[WindowPart]] = [[] for _ in windows]
     for target in targets if windows else ():
         begin, end = target.grid.span(target.box)
         place = bisect.bisect_right(stops, begin)
@@ -125,12 +125,12 @@ def by_window(targets: Sequence[Target], windows: Sequence[Window]) -> list[list
             number, one = numbered[place]
             for box in target.grid.between(target.box, one.first, one.stop):
                 source = target.grid.position(box.offsets) - one.first + one.at
-                found[number].append(Piece(target, box, source))
+                found[number].append(WindowPart(target, box, source))
             place += 1
     return found
 
 
-def spans_of(pieces: Iterable[Piece], window: Window, near: int) -> list[Range]:
+def spans_of(pieces: Iterable[WindowPart], window: Window, near: int) -> list[WindowRange]:
     """Return what of the file pieces of one window need, gaps of up to `near` bytes included.
 
     `at` is where the window's buffer has it; a span never crosses from one of the window's ranges
@@ -138,17 +138,19 @@ def spans_of(pieces: Iterable[Piece], window: Window, near: int) -> list[Range]:
     """
     begins = [one.at for one in window.ranges]
     runs = sorted(
-        Range(begin, end, piece.source + begin - piece.target.grid.position(piece.box.offsets))
+        WindowRange(
+            begin, end, piece.source + begin - piece.target.grid.position(piece.box.offsets)
+        )
         for piece in pieces
         for begin, end in piece.target.grid.runs(piece.box, near)
     )
-    found: list[Range] = []
+    found: list[WindowRange] = []
     before = -1
     for run in runs:
         last = found[-1] if found else None
         number = bisect.bisect_right(begins, run.at)  # of the range in which it begins
         if last and number == before and run.first - last.stop <= near:
-            found[-1] = Range(last.first, max(last.stop, run.stop), last.at)
+            found[-1] = WindowRange(last.first, max(last.stop, run.stop), last.at)
         else:
             found.append(run)
         before = number
@@ -161,7 +163,7 @@ def buffer_for(windows: Sequence[Window]) -> torch.Tensor:
     return torch.empty(nbytes + -nbytes % _ALIGN, dtype=torch.uint8, device="cpu")
 
 
-def found_in(window: torch.Tensor, piece: Piece) -> torch.Tensor:
+def found_in(window: torch.Tensor, piece: WindowPart) -> torch.Tensor:
     """Return a piece as a window's buffer has it, as integers, in the shape of its box."""
     grid, sizes, at = piece.target.grid, piece.box.sizes, piece.source
     item = grid.tensor.itemsize
@@ -174,33 +176,26 @@ def found_in(window: torch.Tensor, piece: Piece) -> torch.Tensor:
     return found.view(like).view(sizes)
 
 
-def landing(piece: Piece) -> torch.Tensor | None:
+def landing(piece: WindowPart) -> torch.Tensor | None:
     """Return the part of the target for a piece, in its shape, if the bytes go there as they are.
 
     Else they go to memory of their own first, and then through `deliver`.
     """
-    target = piece.target
     into = _part(piece)
-    rest = len(target.grid.rest)
-    if not _as_they_are(piece, into) or any(size != 1 for size in into.shape[into.dim() - rest :]):
-        return None
-    for _ in range(rest):
-        into = into.select(-1, 0)
-    return into
+    return into if _as_they_are(piece, into) else None
 
 
-def own_memory(piece: Piece) -> torch.Tensor:
+def own_memory(piece: WindowPart) -> torch.Tensor:
     """Return new memory for a piece's elements, in the shape of its box."""
     return torch.empty(
         piece.box.sizes, dtype=INTEGERS[piece.target.grid.tensor.itemsize], device="cpu"
     )
 
 
-def deliver(piece: Piece, found: torch.Tensor) -> None:
+def deliver(piece: WindowPart, found: torch.Tensor) -> None:
     """Copy a piece's elements, given as integers, to its target, converted if need be."""
     tensor = piece.target.grid.tensor
     into = _part(piece)
-    found = found.view((*piece.box.sizes, *(1,) * len(piece.target.grid.rest)))
     if not _as_they_are(piece, into):
         into.copy_(resolved(found.view(tensor.dtype), tensor.pending))
     elif into.is_complex():
@@ -209,14 +204,14 @@ def deliver(piece: Piece, found: torch.Tensor) -> None:
         into.view(INTEGERS[tensor.itemsize]).copy_(found)
 
 
-def _part(piece: Piece) -> torch.Tensor:
+def _part(piece: WindowPart) -> torch.Tensor:
     target = piece.target
     if target.view is None:
         raise ValueError("another rank's target")
     return target.grid.part_of(target.view, target.box, piece.box)
 
 
-def _as_they_are(piece: Piece, into: torch.Tensor) -> bool:
+def _as_they_are(piece: WindowPart, into: torch.Tensor) -> bool:
     tensor = piece.target.grid.tensor
     return (
         into.dtype == tensor.dtype

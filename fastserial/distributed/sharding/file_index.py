@@ -152,11 +152,11 @@ def index_of_file(fd: int, path: str) -> FileIndex:
             for record in sorted(directory.records, key=lambda one: one.data_offset)
             if record.size and record.is_stored and record.name.startswith("data/")
         )
-    value = _Outliner(mapped).without_bytes(mapped.value)
+    value = _IndexBuilder(mapped).without_bytes(mapped.value)
     return FileIndex(mapped.container, size, fingerprint(fd, size), value, records)
 
 
-class _Outliner:
+class _IndexBuilder:
     """Puts `FileTensor`s in the place of tensors; containers are new ones of the same types."""
 
     def __init__(self, mapped: Mapped) -> None:

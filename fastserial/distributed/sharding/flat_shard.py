@@ -14,6 +14,10 @@ __all__ = ["FlatShard"]
 class FlatShard:
     """What this rank holds of a tensor: a range of its elements in row-major order.
 
+        part = torch.ones(6)  # what this rank has of a 2 x 3 weight: all of it
+        shard = distributed.FlatShard((2, 3), torch.float32, 0, 6, part)
+        distributed.save({"weight": shard}, "flat.pt")
+
     In a file it is the whole tensor, of shape `param_shape`; the ranks' ranges have to cover it.
 
     Attributes:

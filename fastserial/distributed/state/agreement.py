@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import marshal
-import pickle
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fastserial.config import Config
-from fastserial.distributed.ranks.copies import Copies, Ranks, differing, ranks_in_words
+from fastserial.distributed.ranks.copies import checksums, differing, ranks_in_words
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.state.merging import leaf_of
-from fastserial.distributed.state.tables import Table, difference
+from fastserial.distributed.state.tables import StateTable, difference
 from fastserial.distributed.state.walk import Leaves
 from fastserial.errors import DistributedError
 
-__all__ = ["Agreement", "Likeness", "are_alike"]
+__all__ = ["Agreement"]
 
 _SHOWN = 5
 _PARTS = (
@@ -37,36 +36,25 @@ _GATHER = (
 )
 
 
-class Likeness(NamedTuple):
-    """What a rank tells of its state in each save, to be compared.
-
-    Attributes:
-        compare: the option.
-        copies: digests of the copies of tensors, by the ranks that have them.
-        keys: digest of the keys of what is no tensor.
-        odd: a tensor that no load could fill, and why; "" if there is none.
-    """
-
-    compare: str
-    copies: dict[Ranks, bytes]
-    keys: bytes
-    odd: str
-
-
 class _Details(NamedTuple):
-    """What a rank tells if something differs; see `Copies`, `Leaves` and `Table`."""
+    """What a rank sends if something differs; see `Agreement`, `Leaves` and `StateTable`."""
 
     compare: str
-    odd: str
     sums: dict[int, int]
     others: list[tuple[str, list[str]]]
     rows: list[tuple[Any, ...]]
 
 
 class Agreement:
-    """This rank's side of it."""
+    """This rank's side of it.
 
-    def __init__(self, found: Leaves, table: Table, traffic: Traffic, config: Config) -> None:
+    Attributes:
+        sums: a checksum of each plain tensor that other ranks have, too, by its number among the
+            leaves.
+        digest: of all else that is compared.
+    """
+
+    def __init__(self, found: Leaves, table: StateTable, traffic: Traffic, config: Config) -> None:
         """Take the checksums of the tensors.
 
         Args:
@@ -75,45 +63,36 @@ class Agreement:
         """
         self._found, self._traffic, self._compare = found, traffic, config.compare
         self._table = table
-        self._odd = table.odd[0] if table.odd else ""
-        self._shared = {copy.leaf for copy in table.copies if copy.shared}
-        copies = table.copies if traffic.size > 1 else ()
-        leaves = [found.values[copy.leaf] for copy in copies]
-        self._copies = Copies(
-            copies, list(map(leaf_of, leaves)), config.compare == "all", traffic.alive
-        )
+        copies = {
+            copy.leaf: leaf_of(found.values[copy.leaf])
+            for copy in (table.copies if traffic.size > 1 else ())
+        }
+        mine = {number: leaf for number, leaf in copies.items() if leaf is not None}
+        sums = checksums(list(mine.values()), config.compare == "all", traffic.alive)
+        self.sums = dict(zip(mine, sums, strict=True))
+        keys = marshal.dumps((config.compare, found.others), 2)
+        self.digest = hashlib.sha256(table.digest + keys).digest()
 
-    def likeness(self) -> Likeness:
-        """Return what this rank tells."""
-        keys = hashlib.sha256(marshal.dumps(self._found.others, 2)).digest()
-        return Likeness(self._compare, self._copies.digests(), keys, self._odd)
-
-    def settle(self, alike: bool) -> None:
+    def settle(self) -> None:
         """Raise, or warn on rank 0, now that something is known to differ. Collective.
-
-        Args:
-            alike: the ranks' tables are.
 
         Raises:
             DistributedError: the file would lack something, or mix what different ranks have.
         """
-        rows = [] if alike else self._table.rows
-        mine = _Details(self._compare, self._odd, self._copies.sums, self._found.others, rows)
-        answer = self._traffic.consult(pickle.dumps(mine), self._judge)
+        mine = _Details(self._compare, self.sums, self._found.others, self._table.rows)
+        answer = self._traffic.decide(mine, self._judge)
         if answer:  # all raise it alike, and the connections stay as they are
-            raise DistributedError(*pickle.loads(answer))
+            raise DistributedError(*answer)
 
-    def _judge(self, messages: list[bytes]) -> bytes:
-        told: list[_Details] = [pickle.loads(text) for text in messages]
+    def _judge(self, told: list[_Details]) -> tuple[int, str] | None:
+        """Return the first rank that differs, and how; None if a file can hold what there is."""
         for rank, one in enumerate(told):
             if (text := difference(told[0].rows, one.rows)) is not None:
-                return pickle.dumps((rank, text))
+                return rank, text
         for rank, one in enumerate(told):
             if one.compare != told[0].compare:
                 text = f'its option compare is "{one.compare}", that of rank 0 "{told[0].compare}"'
-                return pickle.dumps((rank, text))
-            if one.odd:
-                return pickle.dumps((rank, one.odd))
+                return rank, text
         ours = {before + key for before, keys in told[0].others for key in keys}
         ours.update(self._found.paths)
         # What is no such dictionary on rank 0 is a value, and values may differ.
@@ -125,9 +104,10 @@ class Agreement:
             lacking = [key for key in theirs if key not in ours]
             if lacking:
                 text = f"it has {_named(lacking)}, which rank 0 has not; {_GATHER}"
-                return pickle.dumps((rank, text))
+                return rank, text
         found = differing([one.sums for one in told])
-        if mixed := [leaf for leaf in found if leaf in self._shared]:
+        shared = {copy.leaf for copy in self._table.copies if copy.shared}
+        if mixed := [leaf for leaf in found if leaf in shared]:
             ranks = found[mixed[0]]
             first = next(rank for rank, one in enumerate(told) if mixed[0] in one.sums)
             keys = _named([self._found.paths[leaf] for leaf in mixed])
@@ -135,9 +115,9 @@ class Agreement:
                 f"plain tensors differ between rank {first} and {ranks_in_words(ranks)}, which "
                 f"would write them together: {keys}. {_PARTS}"
             )
-            return pickle.dumps((ranks[0], text))
+            return ranks[0], text
         self._warn({self._found.paths[leaf]: ranks for leaf, ranks in found.items()})
-        return b""
+        return None
 
     def _warn(self, lost: dict[str, list[int]]) -> None:
         """Name, once in a job, the small tensors of which the file has one rank's."""
@@ -152,18 +132,6 @@ class Agreement:
                 f"{ranks}: {_named(new)}. {_PARTS}"
             )
             warnings.warn(text, UserWarning, stacklevel=9)
-
-
-def are_alike(told: Sequence[Likeness]) -> bool:
-    """Return whether nothing differs between the ranks."""
-    first: dict[Ranks, bytes] = {}
-    return all(
-        one.compare == told[0].compare
-        and one.keys == told[0].keys
-        and not one.odd
-        and all(first.setdefault(ranks, digest) == digest for ranks, digest in one.copies.items())
-        for one in told
-    )
 
 
 def _named(keys: Sequence[str]) -> str:

@@ -20,7 +20,6 @@ __all__ = ["Shardings", "facts_of", "shardings"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _GLOBAL = "global_shape"  # torch 2.15: a plain tensor that has it is a part of another one
-_WRITES_ITSELF = "__create_write_items__"  # by which torch.distributed.checkpoint knows others
 _FLAT = attrgetter(
     "param_shape", "start", "length", "dtype", "tensor.device", "tensor.dtype", "tensor.shape"
 )
@@ -30,18 +29,17 @@ _sharding_of = attrgetter("mesh", "placements", "tensor_meta")
 _requires_grad = attrgetter("requires_grad")
 
 
-def facts_of(keys: Sequence[Any], values: Sequence[Any], others: bool = False) -> list[Any] | None:
+def facts_of(keys: Sequence[Any], values: Sequence[Any]) -> list[Any] | None:
     """Return what decides the plan of a state, to be compared with `==`.
 
     Args:
-        keys, values: of the state, flattened.
-        others: there may be values that are no tensors, whose types count.
+        keys, values: of the tensors of the state.
 
     Returns:
         None: there is a tensor of an unusual type, of which it is not known.
     """
     types = list(map(type, values))
-    found: list[Any] = [_ties(values) if not others else None, list(keys), types]
+    found: list[Any] = [_ties(values), list(keys), types]
     storages: dict[int, int] = {}
     sharded = _dtensor_type()
     for kind, some in _by_type(values, types).items():
@@ -55,9 +53,9 @@ def facts_of(keys: Sequence[Any], values: Sequence[Any], others: bool = False) -
             if rows is None:
                 return None
             found.append(rows)
-        elif kind is FlatShard and not others:
+        elif kind is FlatShard:
             found.append([_FLAT(leaf) for leaf in some])
-        elif not others or issubclass(kind, torch.Tensor) or hasattr(kind, _WRITES_ITSELF):
+        else:
             return None
     return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,97 +18,70 @@ import torch
 
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.sharding.flat_shard import FlatShard
-from fastserial.distributed.sharding.pieces import Mesh, as_dtensor, holding, oddity
+from fastserial.distributed.sharding.pieces import Mesh, TensorSpec
+from fastserial.distributed.state.leaf_specs import Describer, LeafSpec
 from fastserial.errors import LoadMismatchError
 from fastserial.nests import sequence_like
 
-__all__ = ["Described", "Joined", "Union", "leaf_of", "merged"]
+__all__ = ["MergedTensor", "leaf_of", "merged"]
 
 _OF_AN_OPTIMIZER = {"state", "param_groups"}
 _PLAIN = (int, float, bool, str, tuple, type(None))  # settings that `==` compares
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """What a rank tells of one of its tensors.
-
-    Attributes:
-        kind: `plain`, `flat` (a FlatShard) or `mesh` (a DTensor).
-        shape, dtype: of the whole.
-        requires_grad: as it is pickled.
-        mesh: of a DTensor.
-        storage: of a plain tensor: number of its storage on that rank, bytes, and the tensor's
-            offset and stride in it.
-        is_parameter: of a plain tensor.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    mesh: Mesh | None = None
-    storage: tuple[int, int, int, tuple[int, ...]] | None = None
-    is_parameter: bool = False
-
-    def likeness(self) -> tuple[Any, ...]:
-        """Return what has to be the same on all ranks that have the tensor."""
-        mesh = (self.mesh.shape, self.mesh.splits) if self.mesh is not None else None
-        view = self.storage[1:] if self.storage is not None else None
-        return self.kind, self.shape, str(self.dtype), mesh, view
-
-
 @dataclass(slots=True, eq=False)
-class Joined:
-    """A tensor of a merged state.
+class MergedTensor:
+    """A tensor of a state, whichever ranks have it.
 
     Attributes:
-        told: by the first rank that has it.
-        ranks: that have it.
+        like: what the first rank that has it says of it.
+        ranks: that have it; None: all of them.
         grids: of the meshes on which they have it.
         leaf: what this rank has, if it does.
     """
 
-    told: Described
-    ranks: list[int]
+    like: LeafSpec
+    ranks: list[int] | None
     grids: list[tuple[int, ...]] = field(default_factory=list)
     leaf: Any = None
 
 
 def leaf_of(value: Any) -> Any:
     """Return what this rank has of a leaf, None if it has nothing of it."""
-    return value.leaf if isinstance(value, Joined) else value
+    return value.leaf if isinstance(value, MergedTensor) else value
 
 
-def merged(state: Any, traffic: Traffic) -> Any:
+def merged(state: Any, traffic: Traffic, buffers: Set[int] = frozenset()) -> Any:
     """Return the union of all ranks' states. Collective.
+
+    Args:
+        buffers: identities of the storages of modules' buffers.
 
     Raises:
         LoadMismatchError: ranks have different tensors under one key.
     """
     leaves: list[Any] = []
-    told: list[Described] = []
+    specs: list[LeafSpec] = []
     text = io.BytesIO()
-    _Pickler(text, leaves, told, traffic).dump(state)
-    message = pickle.dumps((text.getvalue(), told))
-    answer = traffic.consult(message, pickle.dumps)
+    describer = Describer(traffic.rank, traffic.ranks, buffers)
+    _SkeletonPickler(text, leaves, specs, describer).dump(state)
     found: dict[int, Any] = {}
-    for rank, other in enumerate(pickle.loads(answer)):
-        skeleton, described = pickle.loads(other)
+    told = traffic.decide((text.getvalue(), specs), list)
+    for rank, (skeleton, described) in enumerate(told):
         mine = leaves if rank == traffic.rank else [None] * len(described)
-        found[rank] = _Unpickler(io.BytesIO(skeleton), rank, described, mine).load()
-    return _OfRanks().of("", found)
+        found[rank] = _SkeletonUnpickler(io.BytesIO(skeleton), rank, described, mine).load()
+    return _Union().of("", found)
 
 
-class _Pickler(pickle.Pickler):
+class _SkeletonPickler(pickle.Pickler):
+    """Pickles a state with a number in the place of each tensor."""
+
     def __init__(
-        self, file: io.BytesIO, leaves: list[Any], told: list[Described], traffic: Traffic
+        self, file: io.BytesIO, leaves: list[Any], specs: list[LeafSpec], describer: Describer
     ) -> None:
         super().__init__(file)
-        self._leaves = leaves
-        self._told = told
-        self._traffic = traffic
+        self._leaves, self._specs, self._describer = leaves, specs, describer
         self._numbers: dict[int, int] = {}
-        self._storages: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
         if not isinstance(obj, torch.Tensor | FlatShard):
@@ -117,80 +90,64 @@ class _Pickler(pickle.Pickler):
         if number is None:
             number = self._numbers[id(obj)] = len(self._leaves)
             self._leaves.append(obj)
-            self._told.append(self._described(obj))
+            shape = obj.param_shape if isinstance(obj, FlatShard) else tuple(obj.shape)
+            self._specs.append(self._describer.describe(obj, f"a tensor of shape {shape}"))
         return number
 
-    def _described(self, leaf: Any) -> Described:
-        if isinstance(leaf, FlatShard):
-            return Described("flat", leaf.param_shape, leaf.dtype, False)
-        shape = tuple(leaf.shape)
-        if as_dtensor(leaf) is not None:
-            spec = holding(leaf, "a tensor", self._traffic.rank, self._traffic.ranks).spec
-            mesh = spec.held if isinstance(spec.held, Mesh) else None
-            return Described("mesh", shape, spec.dtype, leaf.requires_grad, mesh)
-        if (odd := oddity(leaf)) is not None:
-            raise LoadMismatchError(f"a tensor of shape {shape}: {odd}")
-        storage = leaf.untyped_storage()
-        number = self._storages.setdefault(storage._cdata, len(self._storages))
-        view = (number, storage.nbytes(), leaf.storage_offset(), leaf.stride())
-        parameter = isinstance(leaf, torch.nn.Parameter)
-        return Described("plain", shape, leaf.dtype, leaf.requires_grad, None, view, parameter)
 
-
-class _Unpickler(pickle.Unpickler):
+class _SkeletonUnpickler(pickle.Unpickler):
     def __init__(
-        self, file: io.BytesIO, rank: int, told: list[Described], leaves: list[Any]
+        self, file: io.BytesIO, rank: int, specs: list[LeafSpec], leaves: list[Any]
     ) -> None:
         super().__init__(file)
-        self._made: list[Joined] = [
-            Joined(described, [rank], list(described.mesh.grids) if described.mesh else [], leaf)
-            for described, leaf in zip(told, leaves, strict=True)
-        ]
+        self._made: list[MergedTensor] = []
+        for like, leaf in zip(specs, leaves, strict=True):
+            held = like.spec.held
+            grids = list(held.grids) if isinstance(held, Mesh) else []
+            self._made.append(MergedTensor(like, [rank], grids, leaf))
 
     def persistent_load(self, number: Any) -> Any:
         return self._made[number]
 
 
-class Union:
-    """Puts the values of several ranks together; what they share, as what they share.
-
-    Attributes:
-        made: what became of containers, by the `id` of each; with them, so that they live on.
-    """
+class _Union:
+    """Merges the values of several ranks: a key that several have is the first one's."""
 
     def __init__(self) -> None:
-        self.made: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
+        # What became of containers, by their `id`; with them, so that they live on.
+        self._made: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
 
     def of(self, path: str, values: dict[int, Any]) -> Any:
-        """Return what the values of several ranks, by their numbers, are together."""
-        first = next(iter(values.values()))
+        """Return the union of the values of several ranks, by their numbers.
+
+        Raises:
+            LoadMismatchError: they are different tensors.
+        """
+        kept = list(values.values())
+        first = kept[0]
+        if any(isinstance(value, MergedTensor) for value in kept):
+            return _together(path, kept)
         if not isinstance(first, dict | list | tuple):
             return first
-        kept = list(values.values())
         same = tuple(map(id, kept))
-        if same not in self.made:
-            self.made[same] = kept, first  # it may hold itself
-            self.made[same] = kept, self._container(path, first, values)
-        return self.made[same][1]
-
-    def alike(self, path: str, values: dict[int, Any]) -> dict[int, Any]:
-        """Return the lists or tuples whose items are put together one by one."""
-        raise NotImplementedError
-
-    def entry(self, path: str, key: Any, values: dict[int, Any]) -> Any:
-        """Return what an entry of the dictionaries `values`, which some may lack, is together."""
-        found = {rank: value[key] for rank, value in values.items() if key in value}
-        return self.of(f"{path}.{key}" if path else str(key), found)
+        if same not in self._made:
+            self._made[same] = kept, first  # it may hold itself
+            self._made[same] = kept, self._container(path, first, values)
+        return self._made[same][1]
 
     def _container(self, path: str, first: Any, values: dict[int, Any]) -> Any:
         if isinstance(first, dict):
             others = {rank: value for rank, value in values.items() if isinstance(value, Mapping)}
             keys = dict.fromkeys(key for value in others.values() for key in value)
-            whole = {key: self.entry(path, key, others) for key in keys}
+            whole = {key: self._entry(path, key, others) for key in keys}
             first.clear()
             first.update(whole)
             return first
-        some = self.alike(path, values)
+        some = {
+            rank: value
+            for rank, value in values.items()
+            if type(value) is type(first) and len(value) == len(first)
+        }
         items = [
             self.of(f"{path}.{index}", {rank: value[index] for rank, value in some.items()})
             for index in range(len(first))
@@ -200,32 +157,12 @@ class Union:
             return first
         return sequence_like(first, items)
 
-
-class _OfRanks(Union):
-    """The states of ranks: a key that several have is the first one's, a tensor is shared."""
-
-    def of(self, path: str, values: dict[int, Any]) -> Any:
-        """Return what the values are together.
-
-        Raises:
-            LoadMismatchError: they are different tensors.
-        """
-        if any(isinstance(value, Joined) for value in values.values()):
-            return _together(path, list(values.values()))
-        return super().of(path, values)
-
-    def alike(self, path: str, values: dict[int, Any]) -> dict[int, Any]:
-        first = next(iter(values.values()))
-        return {
-            rank: value
-            for rank, value in values.items()
-            if type(value) is type(first) and len(value) == len(first)
-        }
-
-    def entry(self, path: str, key: Any, values: dict[int, Any]) -> Any:
+    def _entry(self, path: str, key: Any, values: dict[int, Any]) -> Any:
+        """Return the union of an entry of dictionaries, which some may lack."""
         if key == "param_groups" and all(map(_is_of_an_optimizer, values.values())):
             return _groups([value["param_groups"] for value in values.values()])
-        return super().entry(path, key, values)
+        found = {rank: value[key] for rank, value in values.items() if key in value}
+        return self.of(f"{path}.{key}" if path else str(key), found)
 
 
 def _is_of_an_optimizer(state: Mapping[Any, Any]) -> bool:
@@ -264,26 +201,27 @@ def _same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def _together(path: str, values: list[Any]) -> Joined:
+def _together(path: str, values: list[Any]) -> MergedTensor:
     """Return a tensor that several ranks have as one."""
     first = values[0]
     for value in values[1:]:
-        if not isinstance(value, Joined) or not isinstance(first, Joined):
+        if not isinstance(value, MergedTensor) or not isinstance(first, MergedTensor):
             raise LoadMismatchError(f"{path} is a tensor on some ranks and none on others")
         if value is first:
             continue
-        if value.told.likeness() != first.told.likeness():
+        ranks, more = first.ranks or [], value.ranks or []
+        if value.like.likeness() != first.like.likeness():
             raise LoadMismatchError(
-                f"{path}: ranks {first.ranks[0]} and {value.ranks[0]} have different tensors: "
-                f"{_words(first.told)} and {_words(value.told)}"
+                f"{path}: ranks {ranks[0]} and {more[0]} have different tensors: "
+                f"{_words(first.like.spec)} and {_words(value.like.spec)}"
             )
-        if value.ranks[0] in first.ranks:
+        if more[0] in ranks:
             continue  # it has another key, too
-        first.ranks += value.ranks
+        first.ranks = ranks + more
         first.grids += value.grids
         first.leaf = value.leaf if first.leaf is None else first.leaf
     return first  # type: ignore[no-any-return]
 
 
-def _words(told: Described) -> str:
-    return f"{told.dtype} of shape {told.shape}"
+def _words(spec: TensorSpec) -> str:
+    return f"{spec.dtype} of shape {spec.shape}"

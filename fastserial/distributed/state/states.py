@@ -25,7 +25,7 @@ from fastserial.nests import walk
 __all__ = ["LiveState", "module_of", "state_of_module", "state_of_optimizer"]
 
 
-class _AsItIs:
+class _UnsteppedOptimizer:
     """An optimizer, for functions that would make its state if there is none."""
 
     state = True
@@ -71,7 +71,7 @@ def state_of_optimizer(module: nn.Module, optimizer: Optimizer) -> dict[str, Any
         )
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    asked: Any = [optimizer if optimizer.state else _AsItIs(optimizer)]
+    asked: Any = [optimizer if optimizer.state else _UnsteppedOptimizer(optimizer)]
     return get_optimizer_state_dict(module, asked)
 
 
@@ -207,7 +207,7 @@ class LiveState:
         if (optimizer := self._optimizer) is not None:
             entries = {name: self.entries.get(name, {}) for name in self.parameters}
             state: Any = {"state": entries, "param_groups": self._groups}
-            asked: Any = [_AsItIs(optimizer)]
+            asked: Any = [_UnsteppedOptimizer(optimizer)]
             set_optimizer_state_dict(self._module, asked, state)
             for parameter in [one for one, found in optimizer.state.items() if not found]:
                 del optimizer.state[parameter]  # torch wants an entry for each

@@ -18,30 +18,29 @@ from typing import Any
 import torch
 
 from fastserial.distributed.ranks.copies import Copy
-from fastserial.distributed.ranks.exchange import Gathered, is_as_it_lies
+from fastserial.distributed.ranks.exchange import GatheredMemory, is_as_it_lies
 from fastserial.distributed.sharding.boxes import Box, run_of
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import (
     Flat,
     Mesh,
-    Specs,
     TensorSpec,
     as_dtensor,
     local_of,
-    oddity,
     views,
 )
-from fastserial.distributed.state.merging import Joined, leaf_of
+from fastserial.distributed.state.leaf_specs import Describer, LeafSpec
+from fastserial.distributed.state.merging import MergedTensor, leaf_of
 from fastserial.errors import ConfigError
 from fastserial.memory.storages import HostMemory, Memory, synchronize
-from fastserial.overlap.snapshot import Part
+from fastserial.overlap.snapshot import StoragePart
 
 __all__ = [
     "SHARED_FROM",
     "Grids",
-    "Source",
-    "Sources",
-    "Table",
+    "RecordSource",
+    "RecordSources",
+    "StateTable",
     "bytes_of",
     "difference",
     "is_plain",
@@ -58,7 +57,7 @@ Grids = tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)
-class Source:
+class RecordSource:
     """What this rank holds of one record-to-be.
 
     Attributes:
@@ -101,15 +100,15 @@ class Source:
         view, base = self._run_at(start)
         if view.device.type == "cpu" and is_as_it_lies(view):
             return HostMemory(view.data_ptr() - base, self.spec.nbytes, view)
-        return Gathered(view, base, self.spec.nbytes)
+        return GatheredMemory(view, base, self.spec.nbytes)
 
-    def part(self, start: int, length: int) -> Part:
+    def part(self, start: int, length: int) -> StoragePart:
         """Return bytes [start, start + length) of the whole as what a snapshot takes."""
         view, base = self._run_at(start)
         if not is_as_it_lies(view):
-            return Part(Gathered(view, base, self.spec.nbytes), start, length)
+            return StoragePart(GatheredMemory(view, base, self.spec.nbytes), start, length)
         first = int(view.storage_offset()) * view.element_size() + start - base
-        return Part(view.untyped_storage(), first, length)
+        return StoragePart(view.untyped_storage(), first, length)
 
     def _run_at(self, start: int) -> tuple[torch.Tensor, int]:
         """Return the view that has a byte of the whole, and its own first byte there."""
@@ -126,11 +125,16 @@ class Source:
         return view, first * item
 
 
-class Sources:
+class RecordSources:
     """The sources of a table with the tensors of one save; each is made when it is asked for."""
 
     def __init__(
-        self, table: Table, specs: Sequence[TensorSpec], values: Sequence[Any], rank: int
+        self,
+        table: StateTable,
+        specs: Sequence[TensorSpec],
+        values: Sequence[Any],
+        rank: int,
+        rest: Sequence[torch.UntypedStorage] = (),
     ) -> None:
         """Make none.
 
@@ -138,38 +142,44 @@ class Sources:
             specs: of the sources, completed.
             values: the leaves of the state.
             rank: this rank.
+            rest: storages that only rank 0 has: sources -1, -2, ….
         """
         self._table, self._specs, self._values, self._rank = table, specs, values, rank
-        self._made: dict[int, Source] = {}
+        self._rest = rest
+        self._made: dict[int, RecordSource] = {}
 
     def release(self) -> None:
         """Let go of the tensors; keys and specs stay."""
         self._values = [None] * len(self._values)
+        self._rest = ()
         self._made.clear()
 
-    def __getitem__(self, number: int) -> Source:
+    def __getitem__(self, number: int) -> RecordSource:
         source = self._made.get(number)
         if source is None:
-            leaf = leaf_of(self._values[self._table.firsts[number]])
-            source = Source(self._table.keys[number], self._specs[number], leaf, self._rank)
-            self._made[number] = source
+            if number < 0:
+                leaf = bytes_of(self._rest[-1 - number])
+                key, spec = "a storage of rank 0", TensorSpec((leaf.numel(),), torch.uint8)
+            else:
+                leaf = leaf_of(self._values[self._table.firsts[number]])
+                key, spec = self._table.keys[number], self._specs[number]
+            source = self._made[number] = RecordSource(key, spec, leaf, self._rank)
         return source
 
 
 @dataclass(slots=True)
-class Table:
+class StateTable:
     """The tensors of a state, without them.
 
     Attributes:
         keys, specs, firsts: of each source, in the order of the state: the name of its first leaf,
             the tensor, and which of the leaves that is.
-        of_leaves: number of the source of each leaf; -1: no load could fill it.
+        of_leaves: number of the source of each leaf.
         rows: of each leaf, what has to be the same on all ranks, as plain values.
         flat: sources that are FlatShards.
         meshes, grids: each mesh that is in the rows, and its ranks. Ranks may be on different
             meshes of one shape: then each mesh has the whole tensor.
         copies: the plain tensors that several ranks have, and that should be equal.
-        odd: the tensors that no load could fill, and why.
         devices: whether there are tensors on some.
     """
 
@@ -182,7 +192,6 @@ class Table:
     meshes: dict[Mesh, int] = field(default_factory=dict)
     grids: list[Grids] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
-    odd: list[str] = field(default_factory=list)
     devices: bool = False
     _digest: bytes = b""
 
@@ -299,7 +308,7 @@ def table_of(
     rank: int,
     ranks: Mapping[int, int],
     buffers: Set[int] = frozenset(),
-) -> Table:
+) -> StateTable:
     """Return the table of a state.
 
     Args:
@@ -309,109 +318,95 @@ def table_of(
         buffers: identities of the storages of modules' buffers, which count as rank 0 has them.
 
     Raises:
-        LoadMismatchError: a tensor has a placement that cannot be in a file.
+        LoadMismatchError: no load could fill a tensor, or its placement cannot be in a file.
     """
-    making = _Making(Specs(rank, ranks), buffers)
+    making = _TableMaker(Describer(rank, ranks, buffers))
     for index, (key, value) in enumerate(found):
         making.add(index, key, value)
     return making.table
 
 
-class _Making:
+class _TableMaker:
     """Makes a table, leaf by leaf."""
 
-    def __init__(self, specs: Specs, buffers: Set[int]) -> None:
-        self.table = Table()
-        self._specs, self._buffers = specs, buffers
+    def __init__(self, describer: Describer) -> None:
+        self.table = StateTable()
+        self._describer = describer
         self._numbers: dict[Any, int] = {}  # of sources, by what tells one from the others
         self._placed: dict[int, tuple[Any, ...]] = {}  # what rows say of a spec, by its `id`
 
     def add(self, index: int, key: str, value: Any) -> None:
         """Add a leaf."""
-        table, leaf = self.table, leaf_of(value)
-        joined = value if isinstance(value, Joined) else None
-        table.devices = table.devices or _device_of(leaf).type != "cpu"
-        plain = is_plain(leaf) if joined is None else joined.told.storage is not None
-        if plain and joined is None and (odd := oddity(leaf)) is not None:
-            table.odd.append(f"{key}: {odd}")
-            table.of_leaves.append(-1)
-            return
-        row = (self._add_plain if plain else self._add_sharded)(index, key, leaf, joined)
-        # Who has it belongs to the digest: with a tensor that moved, the last plan is not right.
-        if joined is not None:
-            row = (*row, tuple(sorted(set(joined.ranks))), tuple(sorted(set(joined.grids))))
-        table.rows.append(row)
-        table.of_leaves.append(row[1])
-
-    def _number_of(self, identity: Any, index: int, key: str) -> tuple[int, bool]:
-        """Return the number of a source, and whether it is a new one: its spec is to be added."""
         table = self.table
+        joined = value
+        if not isinstance(value, MergedTensor):
+            joined = MergedTensor(self._describer.describe(value, key), None, leaf=value)
+        like = joined.like
+        ranks = None if joined.ranks is None else tuple(sorted(set(joined.ranks)))
+        table.devices = table.devices or _device_of(joined.leaf).type != "cpu"
+        # Storages are told apart by the first rank that has them, and their number there.
+        identity = id(value) if like.storage is None else (ranks and ranks[0], like.storage[0])
         number = self._numbers.setdefault(identity, len(table.keys))
-        new = number == len(table.keys)
-        if new:
+        if number == len(table.keys):
             table.keys.append(key)
             table.firsts.append(index)
-        return number, new
-
-    def _add_plain(self, index: int, key: str, leaf: Any, joined: Joined | None) -> tuple[Any, ...]:
-        """Add a tensor that some ranks have as a whole; return its row."""
-        table = self.table
-        storage: Any = leaf.untyped_storage() if leaf is not None else None
-        is_buffer = leaf is not None and storage._cdata in self._buffers
-        having: tuple[int, ...] | None = None
-        writing: tuple[int, ...] | None = None
-        if joined is None:
-            like, identity = leaf, storage._cdata
-            view: Any = storage.nbytes(), leaf.storage_offset(), leaf.stride()
-            shared = view[0] >= SHARED_FROM and not is_buffer
-            if not shared:
-                writing = (0,)
-        else:
-            # Storages are told apart by the first rank that has them, and their number there.
-            like, (first, *view) = joined.told, joined.told.storage or (0, 0)
-            identity, having = (joined.ranks[0], first), tuple(sorted(set(joined.ranks)))
-            shared = view[0] >= SHARED_FROM
-            writing = having if shared else (joined.ranks[0],)
-        nbytes = view[0]
-        if nbytes and (having is None or len(having) > 1) and (shared or not is_buffer):
-            table.copies.append(Copy(index, having, shared))
-        number, new = self._number_of(identity, index, key)
-        if new:
-            held = None
-            if writing is not None:
-                held = Flat(tuple((rank, 0, nbytes) for rank in writing) if nbytes else ())
-            table.specs.append(TensorSpec((nbytes,), torch.uint8, held))
-        told = tuple(view) if shared or joined is not None else None
-        return key, number, tuple(like.shape), str(like.dtype), told
+            if like.storage is None:
+                self._add_sharded(number, key, joined, ranks)
+            else:
+                table.specs.append(_spec_of_storage(like, ranks))
+        shape, dtype, placed = self._placed_as(table.specs[number], like)
+        if like.storage is not None:
+            shared = _is_shared(like)
+            if like.storage[1] and not like.is_buffer and (ranks is None or len(ranks) > 1):
+                table.copies.append(Copy(index, shared))
+            placed = like.storage[1:] if shared or ranks is not None else None
+        # Who has it belongs to the digest: with a tensor that moved, the last plan is not right.
+        table.rows.append((key, number, shape, dtype, placed, ranks))
+        table.of_leaves.append(number)
 
     def _add_sharded(
-        self, index: int, key: str, leaf: Any, joined: Joined | None
-    ) -> tuple[Any, ...]:
-        """Add a DTensor or a FlatShard; return its row."""
-        table = self.table
-        number, new = self._number_of(id(leaf) if joined is None else id(joined), index, key)
-        if new:
-            if leaf is not None:
-                spec = self._specs.of(leaf, key)
-            else:
-                told = joined.told  # type: ignore[union-attr]
-                spec = TensorSpec(told.shape, told.dtype, told.mesh or Flat(()))
+        self, number: int, key: str, joined: MergedTensor, ranks: tuple[int, ...] | None
+    ) -> None:
+        """Add the source of a DTensor or a FlatShard."""
+        table, spec = self.table, joined.like.spec
+        if ranks is not None:
             if isinstance(spec.held, Mesh):
-                if joined is not None:
-                    grids = tuple(sorted(set(joined.grids)))
-                    spec = replace(spec, held=spec.held._replace(grids=grids))
-                held: Any = spec.held
-                if table.meshes.setdefault(held, len(table.meshes)) == len(table.grids):
-                    table.grids.append(held.grids)
+                held: Any = spec.held._replace(grids=tuple(sorted(set(joined.grids))))
+            elif joined.leaf is None:
+                held = Flat(())
             else:
-                table.flat.append(number)
-            table.specs.append(spec)
-        spec = table.specs[number]
-        placed = self._placed.get(id(spec))
-        if placed is None:
-            how: Any = None
+                held = self._describer.describe(joined.leaf, key).spec.held
+            spec = replace(spec, held=held)
+        if not isinstance(spec.held, Mesh):
+            table.flat.append(number)
+        elif table.meshes.setdefault(spec.held, len(table.meshes)) == len(table.grids):
+            table.grids.append(spec.held.grids)
+        table.specs.append(spec)
+
+    def _placed_as(self, spec: TensorSpec, like: LeafSpec) -> tuple[Any, ...]:
+        """Return what a row says of a tensor: shape, dtype, and how a DTensor is placed."""
+        if like.storage is not None:
+            return like.spec.shape, str(like.spec.dtype), None
+        found = self._placed.get(id(spec))
+        if found is None:
+            placed: Any = None
             if isinstance(spec.held, Mesh):
                 splits = tuple(map(tuple, spec.held.splits))
-                how = (table.meshes[spec.held], spec.held.shape, splits)
-            placed = self._placed[id(spec)] = (spec.shape, str(spec.dtype), how)
-        return (key, number, *placed)
+                placed = (self.table.meshes[spec.held], spec.held.shape, splits)
+            found = self._placed[id(spec)] = (spec.shape, str(spec.dtype), placed)
+        return found
+
+
+def _is_shared(like: LeafSpec) -> bool:
+    """Return whether the ranks write a plain tensor together."""
+    return like.storage is not None and like.storage[1] >= SHARED_FROM and not like.is_buffer
+
+
+def _spec_of_storage(like: LeafSpec, ranks: tuple[int, ...] | None) -> TensorSpec:
+    """Return the storage of a plain tensor as bytes, held by the ranks that may write it."""
+    nbytes = like.storage[1] if like.storage is not None else 0
+    writing = ranks if _is_shared(like) else (ranks or (0,))[:1]
+    held = None
+    if writing is not None:
+        held = Flat(tuple((rank, 0, nbytes) for rank in writing) if nbytes else ())
+    return TensorSpec((nbytes,), torch.uint8, held)

@@ -10,7 +10,7 @@ import torch
 
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import as_dtensor
-from fastserial.distributed.state.merging import Joined
+from fastserial.distributed.state.merging import MergedTensor
 from fastserial.distributed.state.states import module_of, state_of_module, state_of_optimizer
 from fastserial.errors import ConfigError
 from fastserial.nests import is_container, is_object, items_of, rebuilt, walk, with_items
@@ -39,7 +39,7 @@ _LEAF, _CONTAINER, _LIVE, _STATEFUL = 1, 2, 4, 8
 
 def is_leaf(value: object) -> bool:
     """Return whether a value's bytes are shared among the ranks: a tensor or a FlatShard."""
-    return isinstance(value, torch.Tensor | FlatShard | Joined)
+    return isinstance(value, torch.Tensor | FlatShard | MergedTensor)
 
 
 def is_live(value: object) -> bool:

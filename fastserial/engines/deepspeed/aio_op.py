@@ -1,6 +1,6 @@
 """DeepSpeed's compiled `async_io` op: whether it can run here, and its handles.
 
-Looking does not import DeepSpeed and builds nothing. Handles are kept for the next file: making
+`missing` does not import DeepSpeed and builds nothing. Handles are kept for the next file: making
 one takes under a millisecond, freeing one tens of milliseconds per thread (`io_destroy` waits for
 a grace period of the kernel).
 """
@@ -57,9 +57,9 @@ class AioSettings:
 
 
 def missing() -> list[str]:
-    """Return what keeps the op from running here, each with the command that helps."""
+    """Return what prevents the op from running here, each with the command that helps."""
     found = importlib.util.find_spec("deepspeed")
-    # a folder that happens to be called so has no origin
+    # an unrelated folder of that name has no origin
     if found is None or found.origin is None or not found.submodule_search_locations:
         return ["DeepSpeed is not installed: pip install deepspeed"]
     lacks: list[str] = []
@@ -89,7 +89,7 @@ def _loads(library: str) -> bool:
 
 
 def _built() -> bool:
-    """Tell whether the libraries lie where torch's extension loader puts them."""
+    """Return whether the library is where torch's extension loader puts it."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if not root:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -104,7 +104,7 @@ def load_op() -> Any:
     """Import DeepSpeed's op.
 
     Raises:
-        EngineUnavailableError: it cannot be loaded; says why.
+        EngineUnavailableError: it cannot be loaded; with the reason.
     """
     lacks = missing()
     if lacks:

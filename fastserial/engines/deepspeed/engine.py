@@ -1,11 +1,12 @@
 """Engine `deepspeed`: writes by DeepSpeed's libaio threads (`aio_handle`).
 
 DeepSpeed never reads the result of its I/O events: a write that failed looks like one that worked.
-A file system that knows holes tells them apart: one that was reserved or skipped reads as a hole
-(`lseek(SEEK_HOLE)`), and direct I/O makes it data only when the device has taken it. So a block
-goes to DeepSpeed only where the file has none of its bytes yet, and when DeepSpeed is done they
-must be there; else a plain call writes them again, and reports the error. Where nothing would show
-whether bytes were moved (existing data, the page cache, reads), the engine `threads` moves them.
+A file system with holes shows the difference: a range that was reserved or skipped is a hole
+(`lseek(SEEK_HOLE)`), and direct I/O turns it into data only when the device has taken it. So
+DeepSpeed gets a block only where the file has none of its bytes yet, and when DeepSpeed is done
+they must be there; else a plain call writes them again, and reports the error. Where nothing would
+show whether bytes were moved (existing data, the page cache, reads), the engine `threads` moves
+them.
 
 A handle can only wait for all it was given, so there are two: one is filled while the other
 writes, as FastPersist's double buffer does.
@@ -24,7 +25,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastserial.config.performance import PAGE
-from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
+from fastserial.engines import Capabilities, Completion, Engine, Op, Request
 from fastserial.engines.deepspeed.aio_op import AioSettings, borrow_handle, give_back, missing
 from fastserial.engines.deepspeed.locked_memory import given_pool, may_lock, own_pool
 from fastserial.engines.threads import ThreadsEngine, completed
@@ -43,8 +44,8 @@ _log = logging.getLogger("fastserial")
 class _Lane:
     """One handle and what it was given since the last wait.
 
-    `list.extend` notes each call: no signal handler runs between the call and its note, so an
-    interrupt never leaves a transfer that nobody waits for, nor a wait for none, which would end
+    `list.extend` records each call: no signal handler runs between the call and its record, so an
+    interrupt never leaves a transfer without a wait, nor a wait without a transfer, which would end
     the process.
     """
 
@@ -57,7 +58,7 @@ class _Lane:
         self._waited: list[int] = []
 
     def start(self, call: Callable[..., int], *arguments: Any) -> bool:
-        """Give the handle a transfer; tell whether it took it."""
+        """Give the handle a transfer; return whether it took it."""
         self._given.extend(starmap(call, (arguments,)))
         return self._given[-1] == 0
 
@@ -85,7 +86,7 @@ class DeepSpeedEngine(Engine):
         """Make an engine.
 
         Args:
-            threads: DeepSpeed's `intra_op_parallelism`, unless `settings` say it.
+            threads: DeepSpeed's `intra_op_parallelism`, unless `settings` has it.
             settings: the arguments of the handle.
             memory: a locked or pinned byte tensor to use as buffers; by default one is allocated.
             double_buffer: fill one half of the buffers while the other half is written.
@@ -148,7 +149,7 @@ class DeepSpeedEngine(Engine):
                 self._done.append(Completion(request, 0, error))
 
     def _start(self, request: Request) -> bool:
-        """Give what is aligned of a write to DeepSpeed, if it will show whether it was written.
+        """Give the aligned part of a write to DeepSpeed, if the file will show that it is written.
 
         Raises:
             OSError: the descriptor is none.
@@ -215,9 +216,9 @@ def _end(request: Request, length: int) -> Completion:
 
 
 def is_blank(fd: int, offset: int, length: int) -> bool:
-    """Tell whether a region of a file holds no data yet, and the file system can tell when it does.
+    """Return whether a region of a file holds no data yet, and the file system shows when it does.
 
-    The file grows to hold the region, for only within a file can a hole be told from the end.
+    The file grows to hold the region: past the end of a file there are no holes.
     """
     end = offset + length
     try:
@@ -229,7 +230,7 @@ def is_blank(fd: int, offset: int, length: int) -> bool:
 
 
 def is_written(fd: int, offset: int, length: int) -> bool:
-    """Tell whether every block of a region that was blank has been written."""
+    """Return whether every block of a region that was blank has been written."""
     try:
         return os.lseek(fd, offset, os.SEEK_HOLE) >= offset + length
     except OSError:

@@ -1,6 +1,6 @@
 """DeepSpeed's FastFileWriterConfig, understood by our FastFileWriter.
 
-Its handle says how the engine `deepspeed` is set up; its pinned tensor is the staging memory.
+Its handle gives the settings of the engine `deepspeed`; its pinned tensor is the staging memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """cuFile (GPUDirect Storage) by `cuda.bindings.cufile`, as NVIDIA documents both.
 
 Nobody has run it on a GPU: docs/guide/gpu.md. `missing` calls nothing of cuFile, whose
-`cuFileDriverOpen` was seen not to return where there is no driver; the rest is for processes that
+`cuFileDriverOpen` was seen not to return where there is no driver. The rest is for processes that
 have tensors on a GPU, and so a context.
 """
 
@@ -12,48 +12,36 @@ import ctypes
 import errno
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastserial.config.performance import PAGE, KiB
-from fastserial.engines.base import Op
+from fastserial.engines import Op
 from fastserial.engines.gds.host import probe_gpus
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Call",
     "CuFile",
+    "DeviceRegion",
     "DirectTransferError",
-    "Region",
     "missing",
     "open_driver",
     "serves",
 ]
 
 _PACKAGE, _OLDEST = "cuda-bindings", (13, 1)  # before, the bytes that were moved are invisible
-_MOST = 128  # transfers of a batch
 _ALREADY_OPEN = 5026  # CU_FILE_DRIVER_ALREADY_OPEN
 _OPAQUE_FD = 1  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
-_BATCH = 1  # CUFILE_BATCH
-_BATCH_MARGIN = 64 * KiB
-_OPCODES = {Op.READ: 0, Op.WRITE: 1}
-_PATIENCE = 1  # seconds until it is asked again how a batch is getting on
-_COMPLETE, _OVER = 0x10, 0x10 | 0x40 | 0x04  # CUFILE_COMPLETE; and FAILED, INVALID
-_UNKNOWN = 0x08 | 0x20  # CANCELED, TIMEOUT: the device may still be at it
 
 
 class DirectTransferError(OSError):
-    """A transfer past the host failed; the bytes can still go through it.
+    """A transfer past the host failed; the bytes can still pass through the host.
 
     Attributes:
         status: the driver's own number for it; 0: none, or an error of the file system.
-        settled: whether the driver is done with the memory; if not, it may never be used again.
     """
-
-    settled = True
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(errno.EIO, message)
@@ -63,34 +51,14 @@ class DirectTransferError(OSError):
         return str(self.strerror)
 
 
-class Call(ctypes.Structure):
-    """Parameters of one transfer. One that is asynchronous reads and writes them as it runs.
-
-    `size` bytes, at `offset` of the file, from byte `start` of the region on. `moved`: how many
-    were, or the driver's negative status.
-    """
-
-    _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("offset", ctypes.c_int64),
-        ("start", ctypes.c_int64),
-        ("moved", ctypes.c_ssize_t),
-    )
-    size: int
-    offset: int
-    start: int
-    moved: int
-
-
-class Region(NamedTuple):
+class DeviceRegion(NamedTuple):
     """Device memory from `address` on; the driver may have it registered."""
 
-    device: torch.device
     address: int
     registered: bool
 
 
-class Descr(ctypes.Structure):
+class FileDescription(ctypes.Structure):
     """`CUfileDescr_t`."""
 
     _fields_ = (
@@ -100,39 +68,8 @@ class Descr(ctypes.Structure):
     )
 
 
-class IOParams(ctypes.Structure):
-    """`CUfileIOParams_t`."""
-
-    _fields_ = (
-        ("mode", ctypes.c_int),
-        ("base", ctypes.c_void_p),
-        ("file_offset", ctypes.c_int64),
-        ("start", ctypes.c_int64),
-        ("size", ctypes.c_size_t),
-        ("file", ctypes.c_void_p),
-        ("opcode", ctypes.c_int),
-        ("cookie", ctypes.c_void_p),
-    )
-
-
-class IOEvents(ctypes.Structure):
-    """`CUfileIOEvents_t`."""
-
-    _fields_ = (
-        ("cookie", ctypes.c_void_p),
-        ("status", ctypes.c_int),
-        ("moved", ctypes.c_ssize_t),  # `size_t`, "-ve error or amount of I/O done"
-    )
-
-
-class Timespec(ctypes.Structure):
-    """`struct timespec`."""
-
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
 def missing() -> str | None:
-    """Return why cuFile cannot be had on this machine, or None. Calls nothing of it."""
+    """Return why cuFile cannot be used on this machine, or None. Calls nothing of it."""
     import torch
 
     if torch.version.cuda is None:
@@ -171,63 +108,54 @@ _drivers: dict[int, CuFile] = {}  # by process: a forked child's is another
 
 
 def open_driver(device: torch.device) -> CuFile:
-    """Return cuFile, of which nothing is `missing`, for a device that has a context.
+    """Return cuFile for a device that has a context; nothing is `missing`.
 
     Raises:
-        DirectTransferError: it cannot be had, or cannot be kept from going through the host.
+        DirectTransferError: it cannot be loaded, or its compatibility mode cannot be forbidden.
     """
     pid = os.getpid()
     if pid not in _drivers:
         host = probe_gpus()
-        way = " or ".join(host.ways) if host is not None else "by a way unknown"
+        path = " or ".join(host.paths) if host is not None else "an unknown path"
         try:
             module = importlib.import_module("cuda.bindings.cufile")
             runtime = importlib.import_module("cuda.bindings.runtime")
         except Exception as error:  # a library that is not there is no ImportError
             raise DirectTransferError(f"cuFile cannot be loaded: {error}") from error
-        _drivers[pid] = CuFile(module, runtime, way, device)
+        _drivers[pid] = CuFile(module, runtime, path, device)
     return _drivers[pid]
 
 
 class CuFile:
     """cuFile in this process. Any thread may call it, several at once.
 
-    It knows files by handles of its own and device memory by addresses. Every count that it gives
-    is looked at by who called it. All raise `DirectTransferError` where cuFile says no.
+    It knows files by handles of its own and device memory by addresses. All calls raise
+    `DirectTransferError` where cuFile refuses or fails.
 
     Attributes:
-        name: with its version, and the way that bytes take.
-        largest_piece: bytes of one transfer of a batch.
+        name: with its version, and the path that bytes take.
     """
 
-    def __init__(self, module: Any, runtime: Any, way: str, device: torch.device) -> None:
-        """Forbid cuFile to go through the host, for the whole process: it would not say so.
+    def __init__(self, module: Any, runtime: Any, path: str, device: torch.device) -> None:
+        """Forbid cuFile its compatibility mode, for the whole process: it would not report it.
 
         Args:
             module: `cuda.bindings.cufile`.
             runtime: `cuda.bindings.runtime`.
-            way: how bytes go between GPU and drive.
+            path: how bytes get from the GPU to the drive.
             device: one that has a context.
 
         Raises:
-            DirectTransferError: cuFile does not start; or it was in use, and may go through the
-                host.
+            DirectTransferError: cuFile does not start; or it was in use, and its compatibility
+                mode is allowed.
         """
         self._module, self._runtime = module, runtime
-        with self.on(device), self._said("cuFileDriverOpen"):
+        with self.on(device), self._translated("cuFileDriverOpen"):
             self._forbid_compat()
             with self._open_already():
                 module.driver_open()  # reads cufile.json
             version = module.get_version()
-            sizes = module.SizeTConfigParameter
-            most = module.get_parameter_size_t(sizes.PROPERTIES_IO_BATCHSIZE)
-            piece = module.get_parameter_size_t(sizes.PROPERTIES_PER_BUFFER_CACHE_SIZE_KB) * KiB
-        self.name = f"cuFile {version // 1000}.{version % 1000 // 10} ({way})"
-        self._most = max(1, min(_MOST, most))
-        # What is larger takes the host's way; of memory that is not registered, a batch takes
-        # 64 KiB less than a buffer of cuFile's.
-        piece -= _BATCH_MARGIN
-        self.largest_piece = max(PAGE, piece - piece % PAGE)
+        self.name = f"cuFile {version // 1000}.{version % 1000 // 10} ({path})"
 
     def _forbid_compat(self) -> None:
         module = self._module
@@ -242,7 +170,7 @@ class CuFile:
 
     @contextlib.contextmanager
     def _open_already(self) -> Iterator[None]:
-        """Let it pass that somebody else in the process opened cuFile."""
+        """Ignore that other code in the process opened cuFile."""
         try:
             yield
         except self._module.cuFileError as error:
@@ -250,8 +178,8 @@ class CuFile:
                 raise
 
     @contextlib.contextmanager
-    def _said(self, what: str) -> Iterator[None]:
-        """Turn the errors of the bindings into ours."""
+    def _translated(self, what: str) -> Iterator[None]:
+        """Translate the errors of the bindings."""
         try:
             yield
         except DirectTransferError:
@@ -277,19 +205,19 @@ class CuFile:
 
     def open_file(self, fd: int) -> int:
         """Register a descriptor that is open for direct I/O, and return its handle."""
-        descr = Descr(_OPAQUE_FD, fd, None)
-        with self._said("cuFileHandleRegister"):
+        descr = FileDescription(_OPAQUE_FD, fd, None)
+        with self._translated("cuFileHandleRegister"):
             file: int = self._module.handle_register(ctypes.addressof(descr))
         return file
 
     def close_file(self, file: int) -> None:
-        """Forget a handle; nothing is under way."""
+        """Deregister a handle; no transfer uses it."""
         self._module.handle_deregister(file)
 
     def register(self, address: int, nbytes: int) -> bool:
         """Register device memory; False: it is used as it is."""
         try:
-            with self._said("cuFileBufRegister"):
+            with self._translated("cuFileBufRegister"):
                 self._module.buf_register(address, nbytes, 0)
         except DirectTransferError:
             return False  # such memory passes through a buffer of cuFile's on the device
@@ -297,97 +225,41 @@ class CuFile:
 
     def release(self, address: int) -> None:
         """Forget registered memory."""
-        with contextlib.suppress(DirectTransferError), self._said("cuFileBufDeregister"):
+        with contextlib.suppress(DirectTransferError), self._translated("cuFileBufDeregister"):
             self._module.buf_deregister(address)
 
-    def move(self, op: Op, file: int, region: Region, call: Call) -> int:
-        """Transfer, and return how many bytes were moved, or a negative status."""
+    def move(
+        self, op: Op, file: int, region: DeviceRegion, start: int, nbytes: int, offset: int
+    ) -> int:
+        """Transfer, and return how many bytes were moved.
+
+        Args:
+            op: from or to the device.
+            file: the handle of the file.
+            region, start, nbytes: the memory: so many bytes from byte `start` on.
+            offset: in the file (bytes).
+        """
         write = op is Op.WRITE
         function = self._module.write if write else self._module.read
-        base, start = _place(region, call)
-        with self._said("cuFileWrite" if write else "cuFileRead"):
-            moved: int | None = function(file, base, call.size, call.offset, start)
+        base = region.address
+        if not region.registered:  # cuFile takes an offset in registered memory only
+            base, start = base + start, 0
+        with self._translated("cuFileWrite" if write else "cuFileRead"):
+            moved: int | None = function(file, base, nbytes, offset, start)
         if moved is None:
             raise DirectTransferError("cuda.bindings.cufile does not tell how much was moved")
-        return moved
+        return self._checked(moved, nbytes)
 
-    def start(self, op: Op, file: int, region: Region, call: Call, stream: int) -> None:
-        """Queue a transfer on a stream; the call must stay as it is until the stream is past it."""
-        write = op is Op.WRITE
-        function = self._module.write_async if write else self._module.read_async
-        address, base = ctypes.addressof(call), region.address
-        if not region.registered:
-            base, call.start = base + call.start, 0
-        with self._said("cuFileWriteAsync" if write else "cuFileReadAsync"):
-            fields = (getattr(Call, name).offset for name, _ in Call._fields_)
-            function(file, base, *(address + at for at in fields), stream)
+    def _checked(self, moved: int, most: int) -> int:
+        if 0 <= moved <= most:
+            return moved
+        what = self._describe(moved) if moved < 0 else f"{moved} of {most} bytes moved"
+        raise DirectTransferError(f"{self.name}: {what}", max(0, -moved))
 
-    def move_batch(self, op: Op, file: int, region: Region, calls: Sequence[Call]) -> None:
-        """Transfer pieces of at most `largest_piece` bytes together, and set each call's `moved`.
-
-        Raises:
-            DirectTransferError: none was started; or nobody knows, and it is not `settled`.
-        """
-        while calls:
-            self._move_together(op, file, region, calls[: self._most])
-            calls = calls[self._most :]
-
-    def _move_together(self, op: Op, file: int, region: Region, calls: Sequence[Call]) -> None:
-        module = self._module
-        with self._said("cuFileBatchIOSetUp"):
-            batch: int = module.batch_io_set_up(len(calls))
-        array = (IOParams * len(calls))()  # cuFile reads it until all is over
-        for index, (params, call) in enumerate(zip(array, calls, strict=True)):
-            params.mode, params.opcode = _BATCH, _OPCODES[op]
-            params.file, params.cookie = file, index
-            params.base, params.start = _place(region, call)
-            params.size, params.file_offset = call.size, call.offset
-        try:
-            with self._said("cuFileBatchIOSubmit"):
-                module.batch_io_submit(batch, len(calls), ctypes.addressof(array), 0)
-        except DirectTransferError:
-            module.batch_io_destroy(batch)
-            raise
-        left = len(calls)
-        try:
-            while left:
-                left -= self._reap(batch, calls, left)
-        except DirectTransferError as error:
-            error.settled = False
-            raise
-        module.batch_io_destroy(batch)
-
-    def _reap(self, batch: int, calls: Sequence[Call], left: int) -> int:
-        """Wait for transfers of a batch; return how many are over."""
-        count, events = ctypes.c_uint(left), (IOEvents * left)()
-        wait = Timespec(_PATIENCE, 0)  # NVIDIA does not say what none would mean
-        with self._said("cuFileBatchIOGetStatus"):
-            self._module.batch_io_get_status(
-                batch, 1, *map(ctypes.addressof, (count, events, wait))
-            )
-        over = 0
-        for event in events[: count.value]:
-            if event.status & _UNKNOWN:
-                text = f"cuFile gave a transfer of a batch up (status {event.status})"
-                raise DirectTransferError(text)
-            if event.status & _OVER:
-                failed = event.status != _COMPLETE
-                call = calls[event.cookie or 0]  # a null pointer is None
-                call.moved = min(event.moved, -1) if failed else event.moved
-                over += 1
-        return over
-
-    def describe(self, status: int) -> str:
+    def _describe(self, status: int) -> str:
         """Return what a negative status means."""
         if status == -1:
             return "an error of the file system"
         with contextlib.suppress(Exception):  # a number that the library does not know
             return f"{self._module.op_status_error(-status)} ({-status})"
         return f"status {-status}"
-
-
-def _place(region: Region, call: Call) -> tuple[int, int]:
-    """Return base and offset: cuFile takes an offset in registered memory only."""
-    if region.registered:
-        return region.address, call.start
-    return region.address + call.start, 0

@@ -1,4 +1,4 @@
-"""What the kernel says of NVIDIA's driver and GPUDirect Storage.
+"""What the system shows of NVIDIA's driver and GPUDirect Storage.
 
 Only files of /proc, /sys and /etc are read. cuFile itself is not called: without a driver its
 `cuFileDriverOpen` was seen not to return.
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastserial.files.sysfs import first_line
+from fastserial.files.linux import first_line
 
 __all__ = ["GpuHost", "probe_gpus"]
 
@@ -35,10 +35,10 @@ class GpuHost:
     Attributes:
         driver: version of NVIDIA's driver.
         nvidia_fs: version of the kernel module nvidia-fs, empty if it is not loaded.
-        p2pdma_lacks: what keeps cuFile from P2PDMA, its way without nvidia-fs.
+        p2pdma_lacks: what keeps cuFile from P2PDMA, its path without nvidia-fs.
         cufile_json: cuFile's configuration, empty if there is none.
-        compat: that lets cuFile read and write through the host where there is no other way; None:
-            not said.
+        compat: whether cuFile may read and write through the host where there is no other path;
+            None: not set.
     """
 
     driver: str
@@ -48,15 +48,15 @@ class GpuHost:
     compat: bool | None
 
     @property
-    def ways(self) -> list[str]:
-        """The ways past the host that cuFile may take here."""
+    def paths(self) -> list[str]:
+        """The paths past the host that cuFile may take here."""
         found = ["nvidia-fs"] if self.nvidia_fs else []
         return found if self.p2pdma_lacks else [*found, "P2PDMA"]
 
     @property
     def gds(self) -> str:
         """How cuFile would move bytes here: `nvidia-fs`, `P2PDMA`, or `compat`, not directly."""
-        return (self.ways or ["compat"])[0]
+        return (self.paths or ["compat"])[0]
 
 
 def probe_gpus(root: Path = Path("/")) -> GpuHost | None:
@@ -66,14 +66,14 @@ def probe_gpus(root: Path = Path("/")) -> GpuHost | None:
         root: where /proc, /sys and /etc are.
     """
     proc = root / "proc/driver/nvidia"
-    told = first_line(proc / "version")
-    if not told:
+    text = first_line(proc / "version")
+    if not text:
         return None
-    version = re.search(r"\s(\d+\.\d[\d.]*)\s", told)
+    version = re.search(r"\s(\d+\.\d[\d.]*)\s", text)
     name, settings = _configuration(root)
     settings |= _switches_of_environment()
     return GpuHost(
-        driver=version[1] if version else told.partition("\n")[0],
+        driver=version[1] if version else text.partition("\n")[0],
         nvidia_fs=first_line(root / "proc/driver/nvidia-fs/version").partition("\n")[0],
         p2pdma_lacks=tuple(_lacking(root, settings)),
         cufile_json=name,

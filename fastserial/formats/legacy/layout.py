@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from operator import floordiv
 
 from fastserial.formats.extents import Data, Extent, Literal, Packed
-from fastserial.memory.batch import Batch
+from fastserial.memory.storages import Batch
 
 __all__ = ["COUNT", "element_counts", "storage_extents"]
 
@@ -21,7 +21,7 @@ COUNT = struct.Struct("<q")  # of elements, before each storage
 def element_counts(
     sizes: Sequence[int], element_sizes: Sequence[int], save_size: bool
 ) -> list[bytes]:
-    """Return what is before each storage: its element count, or nothing without `save_size`."""
+    """Return the bytes before each storage: its element count, or nothing without `save_size`."""
     if not save_size:
         return [b""] * len(sizes)
     # As torch: bytes beyond the last whole element are written, but not counted.
@@ -33,7 +33,7 @@ def storage_extents(batch: Batch, counts: Sequence[bytes]) -> list[Extent]:
 
     Args:
         batch: the storages.
-        counts: what comes before each, from `element_counts`.
+        counts: the bytes before each, from `element_counts`.
     """
     sizes = batch.sizes
     sources: list[Literal | Data | Packed] = []

@@ -1,8 +1,8 @@
-"""Reading the legacy container: where each storage lies, without executing a pickle.
+"""Parsing the legacy container: the offset of each storage, without executing a pickle.
 
 Five pickles (magic number, protocol, system, object, sorted keys), then each storage after its
-element count. The object's persistent ids tell the type and size of each storage, so everything
-but the bytes of the storages can be checked. There are no checksums.
+element count. The object's persistent ids give the type and size of each storage, so everything
+except the bytes of the storages can be checked. There are no checksums.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LegacyFile:
     Attributes:
         little_endian: byte order of the storages.
         decoded: the pickle of the object.
-        object_offset: where that starts (bytes).
+        object_offset: its offset (bytes).
         storages: by key, in the order of the file, which is that of the sorted keys.
         end: first byte after the last storage.
     """
@@ -64,7 +64,7 @@ def read_legacy(source: Source, limits: Limits | None = None) -> LegacyFile:
     decoded = decode(stream, limits)
     table = storage_table(decoded.persistents)
     keys = _keys(decode(stream, limits).value, table)
-    storages, end = _places(source, keys, table, little, stream.tell())
+    storages, end = _locate(source, keys, table, little, stream.tell())
     return LegacyFile(little, decoded, object_offset, storages, end)
 
 
@@ -98,7 +98,7 @@ def _keys(value: object, table: dict[str, StorageEntry]) -> list[str]:
     return keys
 
 
-def _places(
+def _locate(
     source: Source,
     keys: list[str],
     table: dict[str, StorageEntry],

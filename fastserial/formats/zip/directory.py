@@ -1,8 +1,8 @@
-"""Reading a zip container: where each record lies, without trusting a byte of it.
+"""Parsing a zip container: the offset of each record, without trusting a byte of it.
 
 Every offset and size is checked against the file before it is used, memory is bounded by the
-size of the directory, and nothing outside the file is read. What torch's own reader takes is
-taken, except for records that overlap. `fastserial.verify` looks closer.
+size of the directory, and nothing outside the file is read. What torch's own reader accepts is
+accepted, except for records that overlap. `fastserial.verify` checks more.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RecordEntry(NamedTuple):
         crc: CRC-32 of the data.
         method: `STORED` (all that torch writes), `DEFLATED`, or one that torch cannot read.
         flags: general purpose bits.
-        stamp: what matters little: versions made by and needed, time, date, number of the disk,
+        stamp: fields that readers ignore: versions made by and needed, time, date, disk number,
             internal and external attributes. All 0 in what torch writes.
         extra: the central entry's extra field and comment.
     """
@@ -73,12 +73,12 @@ class RecordEntry(NamedTuple):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the data lies in the file as it is."""
+        """Whether the file holds the data uncompressed."""
         return self.method == STORED and not self.flags & REFUSED
 
     @property
     def is_readable(self) -> bool:
-        """Whether torch can read it: some ways to compress it, and encryption, are beyond it."""
+        """Whether torch can read it: it is not encrypted, and stored or deflated."""
         return self.method in (STORED, DEFLATED) and not self.flags & REFUSED
 
     @property
@@ -88,14 +88,14 @@ class RecordEntry(NamedTuple):
 
 
 class EndRecords(NamedTuple):
-    """What the records at the end of the file say.
+    """The records at the end of the file.
 
     Attributes:
         records: how many the directory holds.
-        directory_offset, directory_size: place of the central directory (bytes).
-        offset: place of the end record.
+        directory_offset, directory_size: of the central directory (bytes).
+        offset: of the end record.
         trailing: bytes after the end record, its comment included.
-        agrees: the zip64 record and the end record tell the same, where both tell.
+        agrees: the zip64 record and the end record do not contradict each other.
     """
 
     records: int
@@ -110,7 +110,7 @@ class Directory(NamedTuple):
     """All records of an archive.
 
     Attributes:
-        archive_name: what comes before the `/` in the first record's name.
+        archive_name: the part before the `/` in the first record's name.
         records: in the order of the central directory; several may have the same name.
         size: size of the file (bytes).
         end: the records at the end of the file.
@@ -126,7 +126,7 @@ class Directory(NamedTuple):
         return next((record for record in self.records if record.name == name), None)
 
     def in_file_order(self) -> list[RecordEntry]:
-        """Return the records sorted by place."""
+        """Return the records sorted by offset."""
         return sorted(self.records, key=lambda record: record.header_offset)
 
 
@@ -162,7 +162,7 @@ def read_directory(source: Source, *, headers: bool = True) -> Directory:
     raw = source.read_at(end.directory_offset, end.directory_size)
     entries = _parse_entries(raw, end)
     archive = entries[0].full_name.partition(b"/")[0]
-    records = _placed(source, entries, end, headers)
+    records = _located(source, entries, end, headers)
     return Directory(_text(archive), records, source.size, end)
 
 
@@ -217,7 +217,7 @@ def _read_end(source: Source) -> EndRecords:
 
 
 def _read_zip64_end(source: Source, end: int) -> tuple[int, tuple[int, int, int]] | None:
-    """Return the zip64 end record's place and (count, size, offset), or None without one."""
+    """Return the zip64 end record's offset and (count, size, offset), or None without one."""
     if end < structs.LOCATOR.size:
         return None
     signature, disk, at, _ = structs.LOCATOR.unpack(
@@ -305,7 +305,7 @@ def parse_local_header(data: bytes, record: str) -> LocalHeader:
         CorruptCheckpointError: there is none.
     """
     if len(data) < LOCAL.size or data[:4] != structs.LOCAL_SIGNATURE:
-        raise CorruptCheckpointError("there is no local header at its place", record=record)
+        raise CorruptCheckpointError("there is no local header at its offset", record=record)
     fields = LOCAL.unpack_from(data)
     _, _, flags, method, time, date, crc, packed, size, name_size, extra_size = fields
     middle = LOCAL.size + name_size
@@ -314,10 +314,10 @@ def parse_local_header(data: bytes, record: str) -> LocalHeader:
     return LocalHeader(flags, method, (time, date), crc, packed, size, name, extra, stop)
 
 
-def _placed(
+def _located(
     source: Source, entries: list[RecordEntry], end: EndRecords, headers: bool
 ) -> list[RecordEntry]:
-    """Return the entries with the place of their data, having checked that none overlap."""
+    """Return the entries with the offset of their data, having checked that none overlap."""
     order = sorted(range(len(entries)), key=lambda index: entries[index].header_offset)
     limits = [entries[index].header_offset for index in order[1:]] + [end.directory_offset]
     offsets = [0] * len(entries)

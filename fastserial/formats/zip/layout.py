@@ -1,11 +1,11 @@
-"""The zip container of `torch.save`: where every byte goes.
+"""The layout of the zip container of `torch.save`: the offset of every byte.
 
 torch's C++ writer is the authority. `ZipLayout` repeats its arithmetic (stored records, `FB`
 padding to the storage alignment, zip64 fields, data descriptors after the data), and
 `self_check` compares the result with the installed torch's own writer, zip64 included, before
 fastserial is switched on. The one thing that cannot be computed here, the half of the
-serialization id that hashes record names in the order of a C++ hash set, is asked from torch's
-writer for each save (`names_hash`).
+serialization id that hashes record names in the order of a C++ hash set, comes from torch's
+writer in each save (`names_hash`).
 
 A data descriptor comes after its data, so the layout does not depend on checksums.
 """
@@ -23,8 +23,7 @@ from fastserial.errors import LayoutError
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Hole, Literal, Packed, Trailer
 from fastserial.formats.zip import structs
 from fastserial.formats.zip.structs import CENTRAL, DESCRIPTOR, FIELD, LOCAL, U32, UTF8
-from fastserial.memory.batch import Batch
-from fastserial.memory.storages import Memory
+from fastserial.memory.storages import Batch, Memory
 
 __all__ = [
     "ID_RECORD",
@@ -48,7 +47,7 @@ _FLAGS = UTF8 | structs.HAS_DESCRIPTOR
 
 _LENGTHS = struct.Struct("<HH")  # the end of a local header
 _LOCAL_START = LOCAL.pack(structs.LOCAL_SIGNATURE, 0, _FLAGS, *[0] * 8)[: -_LENGTHS.size]
-# The first 16 bytes of a central entry tell nothing but the flags; then come CRC-32, both sizes,
+# The first 16 bytes of a central entry hold nothing but the flags; then come CRC-32, both sizes,
 # the lengths of name and extra field, and the offset of the local header.
 _CENTRAL_START, _CENTRAL_START_EMPTY = (
     CENTRAL.pack(structs.CENTRAL_SIGNATURE, 0, 0, flags, *[0] * 13)[:16] for flags in (_FLAGS, UTF8)
@@ -170,27 +169,6 @@ class ZipLayout:
         if memory.nbytes:
             self._put(memory, len(self.names) - 1)
             self._close(head)
-
-    def add_memories(self, names: Sequence[str], memories: Sequence[Memory]) -> None:
-        """Add storages as `add_memory` does, none of which begins like a descriptor."""
-        record = len(self.names)
-        sizes = [memory.nbytes for memory in memories]
-        headers, texts = self._open_all(names, sizes)
-        pending, patched_by, extents = self._bytes, self._patched_by, self._extents
-        rows = zip(headers, texts, sizes, memories, strict=True)
-        for index, (header, text, size, memory) in enumerate(rows, record):
-            pending += text
-            if not size:
-                continue
-            data, place = bytes(pending), header + len(text)
-            source = (
-                Literal(data) if patched_by is None else DescriptorPatch(data, patched_by, _CRC_AT)
-            )
-            extents.append(Extent(place - len(data), len(data), source))
-            patched_by = index if self.checksums else None
-            extents.append(Extent(place, size, Data(memory, size, patched_by)))
-            pending = bytearray(self._descriptor(index, 0))
-        self._bytes, self._patched_by = pending, patched_by
 
     def add_storages(self, names: Sequence[str], batch: Batch) -> None:
         """Add storages as records called `names`; the batch's memory must stay valid."""
@@ -347,13 +325,13 @@ class ZipLayout:
         self._cursor += source.length
 
     def _put(self, memory: Memory, record: int) -> None:
-        """Append a storage; the descriptor to come waits for its CRC-32."""
+        """Append a storage; its CRC-32 is inserted into the descriptor that follows."""
         self._emit(Data(memory, memory.nbytes, record if self.checksums else None))
         if self.checksums:
             self._patched_by = record
 
     def _open(self, name: str, size: int, crc: int | None) -> None:
-        """Append a record's local header; its data comes next."""
+        """Append a record's local header; its data must follow."""
         full_name = self._prefix + name.encode()
         header = self._cursor
         self._append(self._header(full_name, size, header))

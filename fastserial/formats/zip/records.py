@@ -1,4 +1,4 @@
-"""Records of a zip checkpoint: their bytes, and which of them torch finds by name."""
+"""Records of a zip checkpoint: their bytes, and which of them torch reads by name."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def read_record(source: Source, record: RecordEntry, most: int) -> bytes:
 
     Raises:
         CorruptCheckpointError: it is damaged.
-        UnreadableCheckpointError: it is larger, or packed in a way that torch cannot read.
+        UnreadableCheckpointError: it is larger, or torch cannot read its compression.
         OSError: the file cannot be read.
     """
     if record.size > most:
         raise UnreadableCheckpointError(f"larger than {most} bytes", record=record.name)
     if not record.is_readable:
         raise UnreadableCheckpointError(
-            "encrypted, or compressed in a way that torch cannot read", record=record.name
+            "encrypted, or compressed with a method that torch cannot read", record=record.name
         )
     raw = source.read_at(record.data_offset, record.compressed_size)
     if record.is_stored:
@@ -74,7 +74,7 @@ def read_places(source: Source) -> Directory:
     Raises:
         CorruptCheckpointError: the container is not to be trusted.
         UnreadableCheckpointError: parts of the checkpoint have one name, as torch compares them
-            (without case), and differ: only torch's reader knows which it takes.
+            (without case), and differ: only torch's reader decides which it uses.
         OSError: the file cannot be read.
     """
     directory = read_directory(source, headers=False)
@@ -88,7 +88,7 @@ def read_places(source: Source) -> Directory:
         if other is record or not is_part(name):
             continue
         if (other.size, other.crc) != (record.size, record.crc) or not record.crc:
-            text = "several records bear this name: use torch.load, which takes one of them"
+            text = "several records have this name: use torch.load, which takes one of them"
             raise UnreadableCheckpointError(text, record=record.name)
     return directory
 

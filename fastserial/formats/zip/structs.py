@@ -56,7 +56,7 @@ def local_header(
 ) -> bytes:
     """Return the local header that torch writes for a record, with name, zip64 field and padding.
 
-    Sizes and CRC in it are 0: torch does not know them yet.
+    Its sizes and CRC are 0: torch writes them after the data.
 
     Args:
         name: with the archive name.
@@ -102,7 +102,7 @@ def end_records(count: int, length: int, start: int) -> bytes:
 
     Args:
         count: number of records.
-        length, start: size and place of the directory (bytes).
+        length, start: size and offset of the directory (bytes).
     """
     few = min(count, U16)
     counts = (0, 0, count, count, length, start)

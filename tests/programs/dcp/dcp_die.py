@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fastserial.distributed import FastSavePlanner, FastStorageWriter
-from fastserial.distributed.dcp.folder import Folder
+from fastserial.distributed.dcp.folder import ShardFolder
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     with (folder / "flags").open("r+b") as file:
         flags = mmap.mmap(file.fileno(), count)
     if who == "unguarded":
-        Folder.new_shard = lambda _, prefix: f"{prefix}0.distcp"  # type: ignore[method-assign]
+        ShardFolder.new_shard = lambda _, prefix: f"{prefix}0.distcp"  # type: ignore[method-assign]
     mesh = DeviceMesh("cpu", torch.arange(count))
     rows, whole = torch.zeros(1 << 18, 4), torch.zeros(1 << 20)
     state: dict[str, Any] = {

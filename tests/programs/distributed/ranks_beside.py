@@ -28,7 +28,7 @@ from fastserial.distributed.onefile.beside import start_save
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import DistributedError
 from fastserial.overlap import guard, snapshot
-from fastserial.training.parts import steady
+from fastserial.training.object_states import steady
 
 WIDTH = 520  # a weight has more than 1 MiB: every rank writes a part of it
 

@@ -20,7 +20,7 @@ import torch
 from states import make
 
 import fastserial
-from fastserial.files import replacement
+from fastserial.files import destination
 
 JOB: dict[str, Any] = {
     "path": "",
@@ -72,19 +72,19 @@ def take_every_write_for_a_whole_one() -> None:
 
 
 def remove_before_the_rename(folder: str) -> None:
-    real = replacement.Replacement.sync
+    real = destination.Replacement.sync
 
-    def sync(self: replacement.Replacement) -> None:
+    def sync(self: destination.Replacement) -> None:
         real(self)
         shutil.rmtree(folder)
 
-    replacement.Replacement.sync = sync
+    destination.Replacement.sync = sync
 
 
 def arrange(job: dict[str, Any]) -> None:
     """Set what is to be otherwise."""
     if job["named"]:
-        replacement._can_link = lambda: False
+        destination._can_link = lambda: False
     if job["fsize"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["fsize"], resource.RLIM_INFINITY))
     if job["user"] is not None:

@@ -32,7 +32,7 @@ import torch
 
 import fastserial
 from fastserial import interrupts
-from fastserial.files import replacement
+from fastserial.files import destination
 
 PACKAGE = os.path.dirname(fastserial.__file__)
 BLOCKS = {"block_size": 65536, "threads": 3, "small_file": 32768, "durable": False}
@@ -223,7 +223,7 @@ def main(folder: str, what: str, handler: str, count: str, guards: str = "guarde
     if guards == "unguarded":
         take_guards_away()
     torch.set_num_threads(1)
-    replacement.LARGE_FILE = 1 << 20
+    destination.LARGE_FILE = 1 << 20
     fastserial.install(**BLOCKS)
     trials = Trials(Path(folder), what, random.Random(SEED))
     kept: list[Any] = []
@@ -238,7 +238,7 @@ def main(folder: str, what: str, handler: str, count: str, guards: str = "guarde
     before = settled({"threads": 1, "descriptors": 1})
     trials.found.clear()
     trials.run(int(count), most)
-    replacement.wait_until_free()
+    destination.wait_until_free()
     trials.read_once()
     after = settled(before)
     for call in trials.calls:

@@ -1,4 +1,4 @@
-"""What the ranks tell rank 0 before a save, and what it tells them."""
+"""What rank 0 decides before a save, from what the ranks say of their states."""
 
 from __future__ import annotations
 
@@ -7,91 +7,87 @@ import marshal
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from fastserial.distributed.onefile.shared_file import Place
+from fastserial.distributed.onefile.shared_file import FileIdentity
 from fastserial.distributed.plan.schedule import FilePlan
-from fastserial.distributed.state.agreement import Likeness, are_alike
+from fastserial.distributed.ranks.copies import differing
 from fastserial.distributed.state.tables import Grids
 from fastserial.errors import ConfigError
 from fastserial.saving import torch_writer
 
-__all__ = ["Orders", "Told", "Writers", "orders_of", "writing_ranks"]
+__all__ = ["SaveDecision", "StateSummary", "Writers", "decided", "writing_ranks"]
 
 Writers = Literal["all", "node"] | int
 Ranges = dict[int, list[tuple[int, int, int]]]
 
 
-class Told(NamedTuple):
-    """What a rank tells of its state.
+class StateSummary(NamedTuple):
+    """What a rank says of its state.
 
     Attributes:
         node: what tells the nodes apart.
         kept: name of the plan of its last save, b"" if there is none.
-        digest, ranges, grids: of its `Table`.
-        likeness: see `Agreement`.
+        ranges, grids: of its `Table`.
+        digest, sums: see `Agreement`.
     """
 
     node: str
     kept: bytes
-    digest: bytes
     ranges: list[tuple[int, int, int]]
     grids: list[Grids]
-    likeness: Likeness
+    digest: bytes
+    sums: dict[int, int]
 
 
-class Orders(NamedTuple):
-    """What rank 0 answers.
+class SaveDecision(NamedTuple):
+    """What rank 0 decides.
 
     Attributes:
-        alike: False: the ranks' tables differ, and all tell theirs.
-        agreed: False: what else is compared differs (`Agreement`), and all tell theirs.
+        agreed: False: what is compared differs, and all ranks send the details (`Agreement`).
         name: of the plan.
         plan: None: the one that all have from the last save; then the next two are empty.
         ranges: of each FlatShard: rank, first element, end.
         grids: see `Table`; of all ranks.
         place: of the new file.
-        checksums: whether the file has CRC-32s.
         sync_alone: the ranks are on several nodes: each syncs what it wrote.
     """
 
-    alike: bool
     agreed: bool
     name: bytes
     plan: FilePlan | None
     ranges: Ranges
     grids: list[Grids]
-    place: Place
-    checksums: bool
+    place: FileIdentity
     sync_alone: bool
 
 
-def orders_of(told: Sequence[Told], plan: FilePlan, place: Place) -> Orders:
-    """Return rank 0's answer.
+def decided(found: Sequence[StateSummary], plan: FilePlan, place: FileIdentity) -> SaveDecision:
+    """Return rank 0's decision.
 
     Args:
-        told: by all ranks.
+        found: of all ranks.
         plan, place: of the new file.
     """
     ranges: Ranges = {}
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(found):
         for source, first, stop in one.ranges:
             ranges.setdefault(source, []).append((rank, first, stop))
     grids = [
-        tuple(sorted({grid for several in found for grid in several}))
-        for found in zip(*(one.grids for one in told), strict=False)
+        tuple(sorted({grid for several in some for grid in several}))
+        for some in zip(*(one.grids for one in found), strict=False)
     ]
-    whole: Any = (tuple(plan), sorted(ranges.items()), grids, told[0].digest)
+    whole: Any = (tuple(plan), sorted(ranges.items()), grids, found[0].digest)
     name = hashlib.sha256(marshal.dumps(whole, 2)).digest()
-    kept = all(one.kept == name for one in told)
-    return Orders(
-        alike=all(one.digest == told[0].digest for one in told),
-        agreed=are_alike([one.likeness for one in told]),
+    kept = all(one.kept == name for one in found)
+    sums = [one.sums for one in found]
+    return SaveDecision(
+        agreed=all(one.digest == found[0].digest for one in found)
+        and (all(one == sums[0] for one in sums) or not differing(sums)),
         name=name,
         plan=None if kept else plan,
         ranges={} if kept else ranges,
         grids=[] if kept else grids,
         place=place,
-        checksums=torch_writer.checksums_wanted(),
-        sync_alone=len({one.node for one in told}) > 1,
+        sync_alone=len({one.node for one in found}) > 1,
     )
 
 

@@ -1,4 +1,4 @@
-"""Looks after the folder of a run: which checkpoints are whole, another run's, or too many."""
+"""Manages the folder of a run: which checkpoints are whole, stale, or to be removed."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from fastserial.errors import FastserialError
-from fastserial.training.alone import OWN
+from fastserial.errors import CorruptCheckpointError, FastserialError, RemoteError
 from fastserial.training.folder import CheckpointFolder
+from fastserial.training.mirror import Mirror
 from fastserial.training.retention import Retention
+from fastserial.training.single_process import OWN
 
-__all__ = ["Keeper"]
+__all__ = ["FolderManager"]
 
 _log = logging.getLogger("fastserial")
 
 
-class Keeper:
-    """What is known of the checkpoints in a folder. The thread of a save uses it, too.
+class FolderManager:
+    """What is known of the checkpoints in a folder. Saving threads use it, too.
 
     Attributes:
         folder: where they are.
-        damaged: steps of which a file was found that is damaged, or none of ours.
+        mirror: where they are copied to; None without one.
+        damaged: steps whose files are damaged, or not a Checkpointer's.
         stale: steps that another run left.
     """
 
@@ -33,25 +35,29 @@ class Keeper:
         folder: CheckpointFolder,
         retention: Retention,
         on_saved: Callable[[int, str], object] | None,
+        mirror: Mirror | None = None,
     ) -> None:
         self.folder = folder
+        self.mirror = mirror
         self.damaged: set[int] = set()
         self.stale: set[int] = set()
         self._retention = retention
         self._metric = retention.best[0] if retention.best is not None else None
         self._on_saved = on_saved
         self._values: dict[int, float | None] = {}  # the metric's, by step
+        self._written: int | None = None  # the step that was written last
 
-    def written(self, step: int, metrics: Mapping[str, float], tends: bool) -> None:
-        """A checkpoint is in place: tell of it, and remove old ones.
+    def written(self, step: int, metrics: Mapping[str, float], is_main: bool) -> None:
+        """Call `on_saved` for a checkpoint that is in place, and remove old ones.
 
         Args:
-            tends: this process looks after the folder.
+            is_main: this process manages the folder.
         """
         self.damaged.discard(step)
         self.stale.discard(step)
         self._values[step] = None if self._metric is None else metrics.get(self._metric)
-        if not tends:
+        self._written = step
+        if not is_main:
             return
         path = self.folder.file(step)
         if self._on_saved is not None:
@@ -59,15 +65,26 @@ class Keeper:
                 self._on_saved(step, path)
             except Exception:
                 _log.exception("%s: on_saved failed", path)
+        if self.mirror is not None:
+            self.mirror.add({step: metrics}, self.prune)
+        self.prune()
+
+    def prune(self) -> None:
+        """Remove what no rule keeps, except what is still to be mirrored."""
+        if self._written is None:
+            return
         try:
-            self._prune(step)
+            self._prune(self._written)
         except OSError as error:
             _log.warning("an old checkpoint in %s stays: %s", self.folder.path, error)
+
+    def _is_to_be_mirrored(self, step: int) -> bool:
+        return self.mirror is not None and self.mirror.is_waiting(step)
 
     def _prune(self, step: int) -> None:
         """Remove what no rule keeps, but never the step that was just written.
 
-        Later checkpoints are another run's; they and damaged ones do not count, and stay.
+        Later checkpoints are another run's. They and damaged ones do not count, and are kept.
         """
         steps = [one for one in self.folder.steps() if one <= step and one not in self.damaged]
         now = time.time()
@@ -77,10 +94,12 @@ class Keeper:
             return 0.0 if written is None else now - written
 
         surplus = self._retention.surplus(steps, self.stale, age, self._value_of)
-        self.folder.remove(one for one in surplus if one != step)
+        self.folder.remove(
+            one for one in surplus if one != step and not self._is_to_be_mirrored(one)
+        )
 
     def _value_of(self, step: int) -> float | None:
-        """Return the metric's value of a checkpoint, which an earlier process may have made."""
+        """Return the metric's value of a checkpoint, which an earlier process may have written."""
         if step not in self._values:
             path = self.folder.file(step)
             self._values[step] = None
@@ -91,14 +110,58 @@ class Keeper:
         return self._values[step]
 
     def latest(self) -> str | None:
-        """Return the path of the newest checkpoint that is not cut off; None if there is none."""
+        """Return the path of the newest checkpoint that is not truncated; None if there is none."""
         for step in self.folder.steps():
             if step not in self.damaged and self.folder.is_complete(step):
                 return self.folder.file(step)
         return None
 
+    def fetch_newest(self, tried: Collection[int] = ()) -> None:
+        """Download from the mirror its newest whole checkpoint, if the folder has none as new.
+
+        Args:
+            tried: steps that are known to be damaged.
+
+        Raises:
+            RemoteError: the mirror fails, and the folder has no other checkpoint.
+            WriteError: the file cannot be written.
+        """
+        if self.mirror is None:
+            return
+        usable = (step for step in self.folder.steps() if step not in tried)
+        here = next((step for step in usable if self.folder.is_complete(step)), None)
+        try:
+            there = self.mirror.steps()
+        except RemoteError as error:
+            if here is None:
+                raise
+            warnings.warn(f"the mirror is not used: {error}", RuntimeWarning, stacklevel=4)
+            return
+        for step in there:
+            if here is not None and step <= here:
+                return
+            if step not in tried and self.fetch(step):
+                return
+
+    def fetch(self, step: int) -> bool:
+        """Download a step's checkpoint from the mirror; return whether the mirror has it whole.
+
+        Raises:
+            RemoteError: the mirror fails.
+            WriteError: the file cannot be written.
+        """
+        try:
+            if self.mirror is not None:
+                self.mirror.fetch(step)
+                return True
+        except FileNotFoundError:
+            pass
+        except CorruptCheckpointError as error:
+            warnings.warn(f"a copy in the mirror is damaged: {error}", RuntimeWarning, stacklevel=4)
+        return False
+
     def warn_of_later(self, step: int) -> None:
-        """Warn of checkpoints that `resume` would take instead of what is saved from now on."""
+        """Warn of checkpoints that `resume` would prefer to those saved from now on."""
         later = {found for found in self.folder.steps() if found > step} - self.damaged
         if later <= self.stale:
             return
@@ -115,16 +178,16 @@ class Keeper:
         if newer := self.folder.written_later(step):
             text = (
                 f"{self.folder.file(step)} is resumed from, but step {newer[0]} was written after "
-                f"it, by another run, it seems: `resume(step={newer[0]})` goes on with that one"
+                f"it, by another run, it seems: `resume(step={newer[0]})` continues that one"
             )
             warnings.warn(text, UserWarning, stacklevel=3)
 
     def warn_of_missing_folder(self) -> None:
-        """Warn if not even the folder above is there: its file system may not be mounted."""
+        """Warn if the parent folder does not exist either: its file system may not be mounted."""
         path = self.folder.path
         if not os.path.isdir(os.path.dirname(path)):
             text = (
-                f"{path} does not exist, nor does the folder above it: there is nothing to resume "
+                f"{path} does not exist, nor does its parent folder: there is nothing to resume "
                 "from. Check the path, and whether its file system is mounted"
             )
             warnings.warn(text, UserWarning, stacklevel=3)

@@ -1,7 +1,7 @@
-"""Many ranks: one file a step through `fastserial.distributed`, and the same decisions on all.
+"""A `Checkpointer` of many ranks: one file for each step through `fastserial.distributed`.
 
-The ranks talk about what to do through connections of their own, since those of a save are in use
-until it ends.
+All ranks make the same decisions. They exchange messages through connections of their own, since a
+save uses its connections until it ends.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ from fastserial.interrupts import Descriptors
 from fastserial.nests import is_object, rebuilt, walk
 from fastserial.overlap.asynchronous import Kind
 from fastserial.overlap.pending import PendingSave
-from fastserial.training.alone import OWN, Alone, Job
 from fastserial.training.folder import CheckpointFolder
 from fastserial.training.loadable import refused
-from fastserial.training.of_rank import packed, row_of
+from fastserial.training.object_states import holds_objects, state_of, states, steady
 from fastserial.training.partial import (
-    Difference,
-    Name,
-    Request,
+    NameDifference,
+    ResumeRequest,
+    StateName,
     difference,
     lacks_of_rank,
     names_here,
     names_in,
     renamed_name,
 )
-from fastserial.training.parts import holds_objects, state_of, states, steady
+from fastserial.training.rank_values import packed, row_of
+from fastserial.training.single_process import OWN, SaveJob, SingleProcess
 from fastserial.training.wrapped import plain
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["Together"]
+__all__ = ["ManyRanks"]
 
 _USE = "checkpointer"
 _FSDP_1 = "FullyShardedDataParallel"
 _SHOWN = 8  # ranks in an error
-_PERIOD = 1.0  # seconds: about so often the ranks ask each other whether a signal came
+_PERIOD = 1.0  # seconds between two exchanges of flags, about
 _log = logging.getLogger("fastserial")
 
 
-class Together(Alone):
-    """As `Alone`, on each rank of a group."""
+class ManyRanks(SingleProcess):
+    """Does what `SingleProcess` does, on each rank of a group."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, timeout: float, merge: Literal["union"] | None
@@ -83,16 +83,16 @@ class Together(Alone):
         self._group = group
         self._timeout = timeout
         self._merge = merge
-        with self._talk() as ranks:
+        with self._collective() as ranks:
             self.rank, self.count = ranks.rank, ranks.size
-        self.tends = self.rank == 0
-        self._looked = not self.tends  # values are rank 0's
+        self.is_main = self.rank == 0
+        self._warned_of_refused = not self.is_main  # values are rank 0's
         self._calls = 0  # of `asked`
         self._next = 1
         self._last = (0, perf_counter())
 
     def together(self) -> AbstractContextManager[object]:
-        return self._talk(theirs=True)
+        return self._collective(users_code=True)
 
     def prepare(self, folder: CheckpointFolder) -> None:
         def decide(_: list[bytes]) -> bytes:
@@ -100,14 +100,13 @@ class Together(Alone):
             folder.lock()
             return b""
 
-        with self._talk() as ranks:
+        with self._collective() as ranks:
             ranks.consult(b"", decide)
             os.makedirs(folder.path, exist_ok=True)  # a network file system has to look again
 
-    def start(self, job: Job) -> PendingSave:
-        with self._talk(theirs=True) as ranks:
-            state, of_rank = dict(states(job.objects, _saved)), job.of_rank()
-            kind, own = self._agreed(job, packed(of_rank) if of_rank else b"", ranks)
+    def start(self, job: SaveJob) -> PendingSave:
+        with self._collective(users_code=True) as ranks:
+            state, of_rank, kind, own = self._state(job, ranks)
             self._warn_of_refused({**state, **of_rank}, job.path)
             state[OWN] = own
             unchanged = steady(job.objects)
@@ -124,15 +123,23 @@ class Together(Alone):
             then=job.then,
         )
 
-    def _agreed(self, job: Job, data: bytes, ranks: Traffic) -> tuple[Kind, dict[str, Any]]:
-        """Make sure that all ranks mean one step.
+    def _state(
+        self, job: SaveJob, ranks: Traffic
+    ) -> tuple[dict[str, Any], Mapping[str, Any], Kind, dict[str, Any]]:
+        """Return the state, this rank's values, and what the ranks agree on."""
+        state, of_rank = dict(states(job.objects, _saved)), job.of_rank()
+        kind, own = self._agreed(job, packed(of_rank) if of_rank else b"", ranks)
+        return state, of_rank, kind, own
+
+    def _agreed(self, job: SaveJob, data: bytes, ranks: Traffic) -> tuple[Kind, dict[str, Any]]:
+        """Check that all ranks save the same step.
 
         Args:
-            data: what this rank has for itself.
+            data: the packed values of this rank.
 
         Returns:
-            How they save: from copies if any rank does. And the Checkpointer's entry, rank 0's,
-            where each rank has its row of the ranks' data.
+            The kind of the snapshot: `copy` if any rank copies. And rank 0's entry of the
+            Checkpointer, to which each rank adds the row with its values.
         """
         step = job.own["step"]
 
@@ -153,29 +160,29 @@ class Together(Alone):
 
     def steps(self, folder: CheckpointFolder) -> list[int]:
         def decide(messages: list[bytes]) -> bytes:
-            told = [pickle.loads(message) for message in messages]
-            seen: list[set[tuple[int, int]]] = [set(files.items()) for _, files in told]
+            folders = [pickle.loads(message) for message in messages]
+            seen: list[set[tuple[int, int]]] = [set(files.items()) for _, files in folders]
             common, missed = set.intersection(*seen), set.union(*seen)
             if missed and not common:
-                rank, text = _nothing_in_common([path for path, _ in told], seen)
+                rank, text = _nothing_in_common([path for path, _ in folders], seen)
                 raise ranks.fail(rank, text)
             missed -= common
             if missed:
                 _log.warning(
-                    "%s: not all ranks see the same file of step %s; it is passed over",
+                    "%s: not all ranks see the same file of step %s; it is skipped",
                     folder.path,
                     ", ".join(str(step) for step in sorted({step for step, _ in missed})),
                 )
             return pickle.dumps(sorted((step for step, _ in common), reverse=True))
 
-        with self._talk() as ranks:
+        with self._collective() as ranks:
             answer = ranks.consult(pickle.dumps((folder.path, folder.sizes())), decide)
         found: list[int] = pickle.loads(answer)
         return found
 
-    def read(self, wanted: Request, path: str) -> tuple[dict[str, Any], Difference]:
+    def read(self, wanted: ResumeRequest, path: str) -> tuple[dict[str, Any], NameDifference]:
         objects, rename = wanted.objects, wanted.rename
-        with self._talk() as ranks:
+        with self._collective() as ranks:
             here = names_here(objects, state_of_module) if wanted.is_partial else set()
 
             def decide(messages: list[bytes]) -> bytes:
@@ -186,10 +193,10 @@ class Together(Alone):
                 return pickle.dumps((refusal, there, unused))
 
             refusal, there, unused = pickle.loads(ranks.consult(pickle.dumps(here), decide))
-            found = Difference([], [])
+            found = NameDifference([], [])
             if refusal is None and wanted.is_partial:
                 news = [renamed_name(name, rename) for name in there]
-                found = Difference(difference(here, news, False).missing, unused)
+                found = NameDifference(difference(here, news, False).missing, unused)
                 lost = [*found.missing, *(name for name in unused if name.key is not None)]
                 if wanted.strict and lost:
                     names = ", ".join(map(str, lost[:_SHOWN]))
@@ -217,10 +224,10 @@ class Together(Alone):
                 filled[new] = value if is_live(value) else into[name.entry]
         return filled, found
 
-    def _look(self, path: str, wanted: Request) -> tuple[Exception | None, list[Name]]:
+    def _look(self, path: str, wanted: ResumeRequest) -> tuple[Exception | None, list[StateName]]:
         """Return why a file cannot be loaded, as rank 0 sees it, and the names in it.
 
-        Bytes of tensors are not looked at.
+        Bytes of tensors are not read.
         """
         try:
             with Descriptors() as files:
@@ -235,7 +242,7 @@ class Together(Alone):
             return error, []
         own = value.pop(OWN, None) if isinstance(value, dict) else None
         if not isinstance(own, Mapping):
-            text = "it has no entry of a Checkpointer's"
+            text = "it has no entry of a Checkpointer"
             return UnreadableCheckpointError(text, path=path), []
         rows = own.get("ranks")
         of_rank = [name for name in wanted.per_rank if wanted.wants(name)]
@@ -243,20 +250,19 @@ class Together(Alone):
             return lacks_of_rank(path, of_rank), []
         return None, names_in(value)
 
-    def restore(self, wanted: Request, found: dict[str, Any], path: str) -> None:
-        with self._talk(theirs=True):
+    def restore(self, wanted: ResumeRequest, found: dict[str, Any], path: str) -> None:
+        with self._collective(users_code=True):
             super().restore(wanted, found, path)
 
-    def size_of(self, job: Job) -> int | None:
-        with self._talk() as ranks:
-            state, of_rank = dict(states(job.objects, _saved)), job.of_rank()
-            _, own = self._agreed(job, packed(of_rank) if of_rank else b"", ranks)
-            if text := refused({**state, **of_rank}) if self.tends else "":
+    def size_of(self, job: SaveJob) -> int | None:
+        with self._collective() as ranks:
+            state, of_rank, _, own = self._state(job, ranks)
+            if text := refused({**state, **of_rank}) if self.is_main else "":
                 raise ConfigError(text)
             return size_of({**state, OWN: own}, job.path, ranks, self._merge)
 
     def asked(self, mine: int) -> int:
-        """Return the flags of all ranks; about once a second they really ask each other."""
+        """Return the flags of all ranks, which are exchanged about once a second; else 0."""
         self._calls += 1
         if self._calls < self._next:
             return 0
@@ -269,18 +275,18 @@ class Together(Alone):
             flags = functools.reduce(operator.or_, (message[0] for message in messages))
             return pickle.dumps((flags, pause))
 
-        with self._talk() as ranks:
+        with self._collective() as ranks:
             answer = ranks.consult(bytes([mine]), decide)
         flags, pause = pickle.loads(answer)
         self._next = self._calls + pause
         return int(flags)
 
-    def _talk(self, theirs: bool = False) -> AbstractContextManager[Traffic]:
-        return collective(self._group, self._timeout, _USE, theirs=theirs)
+    def _collective(self, users_code: bool = False) -> AbstractContextManager[Traffic]:
+        return collective(self._group, self._timeout, _USE, theirs=users_code)
 
 
 def _nothing_in_common(paths: list[str], seen: list[set[tuple[int, int]]]) -> tuple[int, str]:
-    """Return which rank is to blame for it that no checkpoint is seen by all, and the error's text.
+    """Return which rank's error it is that the ranks have no checkpoint in common, and its text.
 
     Args:
         paths: each rank's folder.
@@ -299,7 +305,7 @@ def _nothing_in_common(paths: list[str], seen: list[set[tuple[int, int]]]) -> tu
 
 
 def holds_shards(objects: Mapping[str, Any]) -> bool:
-    """Tell whether an object, or a module's parameter, is split among ranks, be it only one."""
+    """Return whether an object, or a parameter of a module, is sharded, even on one rank only."""
     for _, value in walk(objects):
         if isinstance(value, torch.nn.Module):
             if any(type(module).__name__ == _FSDP_1 for module in value.modules()):
@@ -312,13 +318,13 @@ def holds_shards(objects: Mapping[str, Any]) -> bool:
 
 
 def _saved(value: Any) -> Any:
-    """Return the state of an object; of modules and optimizers themselves, which know of shards."""
+    """Return the state of an object; modules and optimizers themselves, which have shards."""
     inner = plain(value)
     return inner if is_live(inner) else state_of(value)
 
 
 def _filled(value: Any) -> Any:
-    """Return what is filled in place; None for what is replaced."""
+    """Return what is filled in place; None for what the file replaces."""
     if is_object(value):
         inner = plain(value)
         return inner if is_live(inner) else None
@@ -328,14 +334,14 @@ def _filled(value: Any) -> Any:
     if isinstance(value, torch.Tensor) or any(is_sharded(leaf) for leaf in held):
         return value
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in held):
-        return rebuilt(value, _filled)  # an optimizer may train it, and it names what is trained
+        return rebuilt(value, _filled)  # an optimizer may hold it, whose state needs its name
     return None
 
 
 def _renamed_targets(
-    objects: Mapping[str, Any], there: list[Name], rename: Mapping[str, str]
+    objects: Mapping[str, Any], there: list[StateName], rename: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return what a load fills, by the names in the file; of modules their tensors."""
+    """Return what a load fills, by the names in the file; of modules, their tensors."""
     lives = {entry: plain(value) for entry, value in objects.items()}
     tensors = {
         entry: state_of_module(one)

@@ -1,4 +1,4 @@
-"""One process: `save_async`, and a load that checks everything before it changes anything."""
+"""A `Checkpointer` of one process: `save_async`, and a load that checks before it changes."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from fastserial.overlap.asynchronous import Kind, size_of, start_save
 from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import CheckpointFolder
 from fastserial.training.loadable import refused
-from fastserial.training.of_rank import packed, row_of
+from fastserial.training.object_states import restore, state_of, states, steady
 from fastserial.training.partial import (
-    Difference,
-    Request,
+    NameDifference,
+    ResumeRequest,
     difference,
     names_here,
     names_in,
     renamed,
 )
-from fastserial.training.parts import restore, state_of, states, steady
+from fastserial.training.rank_values import packed, row_of
 
-__all__ = ["OWN", "Alone", "Job"]
+__all__ = ["OWN", "SaveJob", "SingleProcess"]
 
 OWN = "checkpointer"  # the key of what is not the user's
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SaveJob:
     """A checkpoint to be written.
 
     Attributes:
         objects: the user's state.
-        of_rank: returns what this rank has for itself: values by name.
+        of_rank: returns the values that each rank has of its own, by name.
         own: the Checkpointer's entry in the file.
         path: of the file.
         kind, budget: of the snapshot.
@@ -61,39 +61,39 @@ class Job:
     began: float = 0.0
 
 
-class Alone:
-    """How a `Checkpointer` saves and loads, as one process.
+class SingleProcess:
+    """How a `Checkpointer` saves and loads in one process.
 
-    Of several ranks (`Together`) each makes the same calls: each method is collective.
+    `ManyRanks` does the same on each rank of a group: there each method is collective.
 
     Attributes:
-        tends: whether this process looks after the folder.
+        is_main: whether this process manages the folder.
         rank, count: of this process, and of all that save together.
     """
 
-    tends = True
+    is_main = True
     rank, count = 0, 1
 
     def __init__(self, weights_only: bool) -> None:
         self.weights_only = weights_only
-        self._looked = not weights_only
+        self._warned_of_refused = not weights_only
 
     def together(self) -> AbstractContextManager[object]:
-        """Do what one process alone may do: what it raises, as warnings may, all learn of."""
+        """Return a context: what its body raises on one rank is raised on all of them."""
         return nullcontext()
 
     def prepare(self, folder: CheckpointFolder) -> None:
-        """Make the folder, and keep other processes from saving there.
+        """Create and lock the folder.
 
         Raises:
-            ConfigError: another process does.
-            OSError: the folder cannot be made.
+            ConfigError: another process saves there.
+            OSError: the folder cannot be created.
         """
         os.makedirs(folder.path, exist_ok=True)
         folder.lock()
 
-    def start(self, job: Job) -> PendingSave:
-        """Start to save the state of the objects, and what is the Checkpointer's own."""
+    def start(self, job: SaveJob) -> PendingSave:
+        """Start to save the state of the objects, and the Checkpointer's own entry."""
         state, of_rank = dict(states(job.objects, state_of)), job.of_rank()
         self._warn_of_refused({**state, **of_rank}, job.path)
         state[OWN] = _own(job.own, of_rank)
@@ -109,13 +109,13 @@ class Alone:
 
     def _warn_of_refused(self, state: Mapping[str, Any], path: str) -> None:
         """Warn at the first save of what `resume` would refuse."""
-        if not self._looked:
-            self._looked = True
+        if not self._warned_of_refused:
+            self._warned_of_refused = True
             if text := refused(state):
                 warnings.warn(f"{path}: {text}", UserWarning, stacklevel=4)
 
-    def size_of(self, job: Job) -> int | None:
-        """Return the bytes that a file would have now, None where that is not known.
+    def size_of(self, job: SaveJob) -> int | None:
+        """Return the size that a file would have now (bytes), None where it is unknown.
 
         Raises:
             ConfigError: `resume` would refuse it.
@@ -128,17 +128,17 @@ class Alone:
         return nbytes
 
     def steps(self, folder: CheckpointFolder) -> list[int]:
-        """Return the steps of which all processes see a file, the last one first."""
+        """Return the steps whose files all ranks see, the last one first."""
         return folder.steps()
 
-    def read(self, wanted: Request, path: str) -> tuple[dict[str, Any], Difference]:
-        """Return what a file holds; with several ranks tensors of the objects are filled by then.
+    def read(self, wanted: ResumeRequest, path: str) -> tuple[dict[str, Any], NameDifference]:
+        """Return what a file holds. Of several ranks, this fills the tensors of the objects.
 
         Raises:
             FileNotFoundError: there is no such file.
             CorruptCheckpointError: it is damaged.
-            UnreadableCheckpointError: no Checkpointer wrote it.
-            LoadMismatchError: it has the state of other objects.
+            UnreadableCheckpointError: it was not written by a Checkpointer.
+            LoadMismatchError: it holds the state of other objects.
         """
         try:
             found = load(path, map_location="cpu", weights_only=self.weights_only, verify=True)
@@ -146,29 +146,29 @@ class Alone:
             raise
         except Exception as error:
             report = verify(path)
-            if report.ok:  # torch refuses what is in it
+            if report.ok:  # `weights_only` refuses what is in it
                 raise
             reason = report.problems[0].message if report.problems else "; ".join(report.notes)
             kind = CorruptCheckpointError if report.problems else UnreadableCheckpointError
             raise kind(reason, path=path) from error
         if not isinstance(found, dict) or not isinstance(found.get(OWN), dict):
-            raise UnreadableCheckpointError("it has no entry of a Checkpointer's", path=path)
+            raise UnreadableCheckpointError("it has no entry of a Checkpointer", path=path)
         own = found.pop(OWN)
         found = renamed(found, wanted.rename) if wanted.rename else found
         here, there = names_here(wanted.objects), names_in(found)
         return {**found, OWN: own}, difference(here, there, wanted.only is None)
 
-    def restore(self, wanted: Request, found: dict[str, Any], path: str) -> None:
+    def restore(self, wanted: ResumeRequest, found: dict[str, Any], path: str) -> None:
         """Put what `read` returned into the objects.
 
         Raises:
-            LoadMismatchError: it has the state of other objects.
+            LoadMismatchError: it holds the state of other objects.
             Exception: of the user's `load_state_dict`.
         """
         restore(wanted.state, found, path, wanted.only, wanted.strict)
 
     def asked(self, mine: int) -> int:
-        """Return the flags that any process has set: it was asked for a checkpoint, say."""
+        """Return the flags that any rank has set, such as: a signal asked for a checkpoint."""
         return mine
 
 

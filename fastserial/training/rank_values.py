@@ -1,7 +1,7 @@
-"""What each rank has for itself: its random generators, and the user's entries for each rank.
+"""The values that each rank has of its own: random generators, and the user's `per_rank` entries.
 
-It is packed into bytes, so that a file holds one tensor of bytes with a row for each rank: the
-ranks need not have the same, and while its size stays the file is laid out as the one before.
+They are packed into bytes. A file has one tensor of bytes with a row for each rank, so ranks may
+have different entries, and the layout of the file does not change while the size of a row stays.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fastserial.memory.storages import bytes_at
 __all__ = ["generator_states", "packed", "restore_generators", "row_of", "unpacked"]
 
 _LENGTH = 8  # bytes of the length of the pickle, which a row begins with
-_UNIT = 4096  # a row has a multiple of so many bytes: it keeps its size when a count grows
-_MERSENNE = "MT19937"  # the generator of NumPy's functions, unless a program sets another one
+_UNIT = 4096  # the size of a row is a multiple (bytes): it stays when a count grows
+_MERSENNE = "MT19937"  # NumPy's global generator, unless a program sets another one
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles values as torch does; the bytes of tensors come behind the pickle."""
+class _RowPickler(pickle.Pickler):
+    """Pickles values as torch does, with the bytes of tensors behind the pickle."""
 
     def __init__(self, file: io.BytesIO, with_tensors: bool) -> None:
         super().__init__(file, protocol=2)
@@ -48,13 +48,13 @@ def packed(value: Any, *, with_tensors: bool = True) -> bytes:
     """Return plain values and tensors as bytes; see `unpacked`.
 
     Args:
-        with_tensors: False: empty ones take their places.
+        with_tensors: False: empty ones replace them.
 
     Raises:
         Exception: it cannot be pickled.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file, with_tensors)
+    pickler = _RowPickler(file, with_tensors)
     pickler.dump(value)
     text = file.getvalue()
     data = len(text).to_bytes(_LENGTH, "little") + text + pickler.data
@@ -62,7 +62,7 @@ def packed(value: Any, *, with_tensors: bool = True) -> bytes:
 
 
 def row_of(data: bytes, nbytes: int) -> torch.Tensor:
-    """Return what `packed` made as a tensor of so many bytes."""
+    """Return the result of `packed` as a tensor, padded to `nbytes` bytes."""
     return torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)
 
 
@@ -93,7 +93,7 @@ def unpacked(data: bytes, *, weights_only: bool) -> Any:
 def generator_states() -> dict[str, Any]:
     """Return the states of Python's, torch's, NumPy's and CUDA's generators.
 
-    They are tensors: these have the same size each time.
+    They are tensors, whose sizes do not change from save to save.
     """
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -108,20 +108,20 @@ def generator_states() -> dict[str, Any]:
         states["numpy"] = torch.tensor([*keys, position])
         states["numpy_gauss"] = _tensor_of(found["gauss"] if found["has_gauss"] else None)
     cuda: Any = torch.cuda
-    if cuda.is_initialized():  # to ask whether there is a GPU would begin CUDA
+    if cuda.is_initialized():  # `is_available` could initialize it
         states["cuda"] = cuda.get_rng_state_all()
     return states
 
 
 def restore_generators(states: dict[str, Any]) -> None:
-    """Give the generators their states back, as far as they are there."""
+    """Restore the states of the generators, as far as these exist here."""
     version, *numbers = states["python"].tolist()
     random.setstate((version, tuple(numbers), _number_in(states["python_gauss"])))
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
         try:
             import numpy
-        except ImportError:  # then nothing here draws from it
+        except ImportError:  # nothing here uses it
             pass
         else:
             *keys, position = states["numpy"].tolist()

@@ -1,7 +1,7 @@
-"""What a checkpoint is made of: the user's objects, their states, and back.
+"""From the user's objects to their states, and back.
 
-An object has `state_dict` and `load_state_dict`, as modules, optimizers and schedulers have.
-Objects are looked for in dictionaries, lists and tuples, at any depth.
+An object has `state_dict` and `load_state_dict`, as modules, optimizers and schedulers have. It may
+be in dictionaries, lists and tuples, at any depth.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ __all__ = [
 ]
 
 _MIXED = (
-    "Objects before it may be filled already: resume from another checkpoint, or make them anew, "
+    "Other objects may be restored already: resume from another checkpoint, or create them again, "
     "before you use them"
 )
 
 
-# -- what there is -----------------------------------------------------------------------------
+# -- what is saved ------------------------------------------------------------------------------
 
 
 def holds_objects(value: Any) -> bool:
-    """Tell whether a value is an object, or a container with one in it."""
+    """Return whether a value is an object, or a container with one in it."""
     return any(is_object(found) for _, found in walk(value))
 
 
 def refuse_unrestorable(objects: Mapping[str, Any]) -> None:
-    """Make sure that what is saved can be put back: no states in the place of their objects.
+    """Refuse what could be saved but not restored, such as a state instead of its object.
 
     Raises:
         ConfigError: a value is a module's or an optimizer's `state_dict()`, or an expanded tensor.
@@ -76,17 +76,17 @@ def refuse_unrestorable(objects: Mapping[str, Any]) -> None:
 
 
 def _is_expanded(value: Any) -> bool:
-    """Tell whether elements of a tensor lie in one place of its memory."""
+    """Return whether elements of a tensor share memory (`expand`)."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return False
     return any(n > 1 and stride == 0 for n, stride in zip(value.shape, value.stride(), strict=True))
 
 
 def steady(objects: Mapping[str, Any]) -> set[int]:
-    """Return the identities of the storages that change in an optimizer's step only.
+    """Return the identities of the storages that only optimizer steps change.
 
-    These are what optimizers own. A forward pass changes buffers; and whatever else there is may
-    change at any time, as averages do.
+    These are the ones that optimizers own, except buffers, which a forward pass changes. All others
+    may change at any time, as averages do.
     """
     storages: set[int] = set()
     buffers: set[int] = set()
@@ -99,7 +99,7 @@ def steady(objects: Mapping[str, Any]) -> set[int]:
 
 
 def expected_bytes(objects: Mapping[str, Any]) -> int:
-    """Return how many bytes optimizers will have that make their state in the first step."""
+    """Return the size of the states that optimizers will create in their first step (bytes)."""
     nbytes = 0
     for _, value in walk(objects):
         if isinstance(value, torch.optim.Optimizer) and not value.state:
@@ -113,7 +113,7 @@ def expected_bytes(objects: Mapping[str, Any]) -> int:
 
 
 def states(value: Any, state_of: Callable[[Any], Any]) -> Any:
-    """Return a nest with the states of its objects in their places; itself if it has none."""
+    """Return a nest with its objects replaced by their states; itself if it has none."""
     if is_object(value):
         return state_of(value)
     if not holds_objects(value):
@@ -137,48 +137,50 @@ def restore(
     only: Collection[str] | None = None,
     strict: bool = True,
 ) -> None:
-    """Put states into the objects, values into the containers, tensors into the tensors.
+    """Load states into the objects, values into the containers, tensors into the tensors.
 
-    Errors of the user's own `load_state_dict` are raised as they are.
+    Errors of the user's own `load_state_dict` are raised unchanged.
 
     Args:
         only: names of the objects; None: all of them.
-        strict: False: what the checkpoint lacks stays as it is.
+        strict: False: what the checkpoint lacks stays unchanged.
 
     Raises:
-        LoadMismatchError: the checkpoint has others.
+        LoadMismatchError: the checkpoint is of other objects.
     """
     wanted = [name for name in objects if only is None or name in only]
     missing = sorted(name for name in wanted if name not in found)
     if missing and strict:
         raise LoadMismatchError(f"{path}: it holds no state of {', '.join(missing)}")
-    filling = _Filling(strict)
+    restoring = _Restoring(strict)
     for name in wanted:
         if name in missing:
             continue
         value = objects[name]
-        new = filling.filled(value, found[name], f"{path}: {name}")
+        new = restoring.restored(value, found[name], f"{path}: {name}")
         if new is value:
             continue
         if not isinstance(objects, MutableMapping):
-            raise LoadMismatchError(f"{path}: {name} cannot be put back: state is no dictionary")
+            raise LoadMismatchError(
+                f"{path}: {name} cannot be replaced: state is not a mutable mapping"
+            )
         objects[name] = new
 
 
-class _Filling:
-    """Puts states into values; `where` are the file and the entry, for errors."""
+class _Restoring:
+    """Loads states into values; `where` names the file and the entry, for errors."""
 
     def __init__(self, strict: bool) -> None:
         self._strict = strict
-        # What tensors and containers are filled with, by their `id`. One that is in two places
-        # cannot take two states.
+        # The states of tensors and containers by the `id` of these: one that occurs twice cannot
+        # have two states.
         self._done: dict[int, Any] = {}
 
-    def filled(self, value: Any, state: Any, where: str, nested: bool = False) -> Any:
-        """Put a state into a value, and return it; where that cannot be, what replaces it.
+    def restored(self, value: Any, state: Any, where: str, nested: bool = False) -> Any:
+        """Load a state into a value and return the value, or what replaces it.
 
         Args:
-            nested: it is in a container, where a tensor that does not fit is replaced.
+            nested: the value is in a container: a tensor that does not fit is replaced.
 
         Raises:
             LoadMismatchError: it does not fit.
@@ -198,26 +200,26 @@ class _Filling:
             with torch.no_grad():
                 target.copy_(state)
         elif isinstance(target, MutableMapping | list) or (isinstance(target, tuple) and target):
-            return self._refilled(target, state, where)
+            return self._restored_container(target, state, where)
         else:
             return state
         return value
 
-    def _refilled(self, target: Any, state: Any, where: str) -> Any:
-        """Put a container's state into it: what it holds afterwards is what the file has."""
+    def _restored_container(self, target: Any, state: Any, where: str) -> Any:
+        """Load a container's state into it: it has the items of the file afterwards."""
         holds = holds_objects(target)
         mine = dict(items_of(target))
         theirs = dict(items_of(state)) if is_container(state) and not is_object(state) else {}
         if holds and mine.keys() != theirs.keys():
             only = ", ".join(repr(key) for key in mine.keys() ^ theirs.keys())
             raise LoadMismatchError(
-                f"{where} holds other things in the file than here; the difference: {only}. "
+                f"{where} has other items in the file than in the state; the difference: {only}. "
                 f"{_MIXED}"
             )
         if not holds and type(state) is not type(target):
             return state
         new = {
-            key: self.filled(mine[key], item, f"{where}[{key!r}]", True) if key in mine else item
+            key: self.restored(mine[key], item, f"{where}[{key!r}]", True) if key in mine else item
             for key, item in theirs.items()
         }
         if isinstance(target, MutableMapping):
@@ -235,9 +237,9 @@ class _Filling:
 
 
 def _objection(target: torch.Tensor, state: Any, same_dtype: bool) -> str | None:
-    """Return why a state cannot be copied into a tensor."""
+    """Return why a state cannot be copied into a tensor, None if it can."""
     if not isinstance(state, torch.Tensor):
-        return f"is a tensor here, in the file of the type {type(state).__name__}"
+        return f"is a tensor in the state, but {type(state).__name__} in the file"
     if target.shape != state.shape:
         return f"has the shape {tuple(state.shape)} in the file, not {tuple(target.shape)}"
     if same_dtype and target.dtype != state.dtype:
@@ -246,7 +248,7 @@ def _objection(target: torch.Tensor, state: Any, same_dtype: bool) -> str | None
 
 
 def _load(target: Any, state: Any, where: str, strict: bool) -> None:
-    """Give an object its state; errors of torch's own code get the file and the entry."""
+    """Load an object's state; errors of torch's own code get the file and the entry."""
     method: Any = type(target).load_state_dict
     torchs = str(getattr(method, "__module__", "")).partition(".")[0] == "torch"
     if torchs and not isinstance(state, Mapping):

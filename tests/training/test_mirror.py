@@ -1,0 +1,249 @@
+"""The second tier of a Checkpointer: copies that are whole or not there, and resuming from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import processes, ranks
+from support.forms import FULL
+
+import fastserial
+from fastserial import Checkpointer
+from fastserial.errors import RemoteError
+
+fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("obstore")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name != ".fastserial.lock")
+
+
+def file(step: int) -> str:
+    return f"step-{step:08d}.pt"
+
+
+def objects(*steps: int) -> list[str]:
+    return sorted(name for step in steps for name in (file(step), file(step) + ".json"))
+
+
+class Tiers:
+    """A run of one tensor, whose value is its step, in a local folder and a remote one."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.local = folder / "run"
+        self.url = url
+        self.weight = torch.zeros(300_000)
+
+    def open(self, **options: Any) -> Checkpointer:
+        options = {"keep": 2, "mirror": self.url, "timeout": 2.0, **options}
+        return Checkpointer(self.local, {"weight": self.weight}, **options)
+
+    def save(self, *steps: int, **options: Any) -> None:
+        with self.open(**options) as checkpointer:
+            for step in steps:
+                self.weight.fill_(step)
+                checkpointer.save(step)
+
+    def resumed(self, **options: Any) -> int:
+        self.weight.fill_(-1)
+        with self.open(**options) as checkpointer:
+            step = checkpointer.resume()
+        assert self.weight[0] == (step or -1)
+        return step
+
+
+@pytest.fixture(params=["file", "memory"])
+def tiers(request: pytest.FixtureRequest, tmp_path: Path) -> Tiers:
+    """obstore opens `file` URLs, fsspec `memory` ones."""
+    urls = {"file": f"file://{tmp_path}/remote", "memory": f"memory://{tmp_path.name}/remote"}
+    return Tiers(tmp_path, urls[request.param])
+
+
+def remote(tiers: Tiers) -> Any:
+    files, root = fsspec.core.url_to_fs(tiers.url)
+    return files, root
+
+
+def there(tiers: Tiers) -> list[str]:
+    files, root = remote(tiers)
+    return sorted(os.path.basename(path) for path in files.find(root))
+
+
+def test_the_copies_are_the_files_and_the_same_rules_keep_them(tiers: Tiers) -> None:
+    tiers.save(*range(1, 7), keep_every=3)
+    assert names(tiers.local) == [file(step) for step in (3, 5, 6)]
+    assert there(tiers) == objects(3, 5, 6)
+    files, root = remote(tiers)
+    for name in names(tiers.local):
+        data = (tiers.local / name).read_bytes()
+        assert files.cat_file(f"{root}/{name}") == data
+        manifest = json.loads(files.cat_file(f"{root}/{name}.json"))
+        assert manifest["nbytes"] == len(data)
+
+
+def test_resume_takes_the_newest_of_both(tiers: Tiers) -> None:
+    tiers.save(1, 2)
+    shutil.rmtree(tiers.local)
+    assert tiers.resumed() == 2  # all of it is in the mirror
+    assert fastserial.verify(tiers.local / file(2)).ok
+    (tiers.local / file(2)).unlink()
+    tiers.save(1, mirror=None)
+    assert tiers.resumed() == 2  # the mirror is newer
+    tiers.save(3, mirror=None)
+    assert tiers.resumed() == 3  # the local one is
+    files, root = remote(tiers)
+    files.rm_file(f"{root}/{file(2)}")
+    (tiers.local / file(3)).unlink()
+    assert tiers.resumed() == 2  # it is here: nothing is downloaded
+    with tiers.open() as checkpointer:
+        shutil.copy(tiers.local / file(2), tiers.local / "kept")
+        (tiers.local / file(2)).unlink()
+        assert checkpointer.resume(step=1) == 1
+
+
+def test_a_damaged_file_is_replaced_by_its_copy(tiers: Tiers) -> None:
+    tiers.save(1, 2)
+    path = tiers.local / file(2)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert tiers.resumed() == 2
+    assert fastserial.verify(path).ok
+
+
+def test_a_damaged_copy_is_passed_over(tiers: Tiers) -> None:
+    tiers.save(1, 2)
+    shutil.rmtree(tiers.local)
+    files, root = remote(tiers)
+    data = bytearray(files.cat_file(f"{root}/{file(2)}"))
+    data[len(data) // 2] ^= 1
+    files.pipe_file(f"{root}/{file(2)}", bytes(data))
+    with pytest.warns(RuntimeWarning, match="copy in the mirror is damaged"):
+        assert tiers.resumed() == 1
+
+
+def test_without_a_manifest_there_is_no_checkpoint(tiers: Tiers) -> None:
+    tiers.save(1, 2)
+    shutil.rmtree(tiers.local)
+    files, root = remote(tiers)
+    files.rm_file(f"{root}/{file(2)}.json")
+    assert tiers.resumed() == 1
+    tiers.save(3)
+    assert there(tiers) == sorted([*objects(1, 3), file(2)])  # it could be the user's
+
+
+def test_a_file_stays_until_it_is_copied(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, f"file://{tmp_path}/remote")
+    checkpointer = tiers.open(keep=1, mirror_bandwidth=6e6)  # a fifth of a second each
+    for step in (1, 2):
+        tiers.weight.fill_(step)
+        checkpointer.save(step)
+        checkpointer.wait()
+    first_is_uploading = file(1) in names(tiers.local) and objects(1) != there(tiers)
+    began = time.monotonic()
+    checkpointer.close()
+    assert first_is_uploading
+    assert time.monotonic() - began > 0.1  # the bandwidth
+    assert names(tiers.local) == [file(2)]
+    assert there(tiers) == objects(2)
+
+
+def test_what_a_killed_process_left_is_copied_later(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, f"file://{tmp_path}/remote")
+    tiers.save(1, 2, mirror=None)
+    tiers.save(3, keep=3)
+    assert there(tiers) == objects(1, 2, 3)
+
+
+def test_a_mirror_that_fails_costs_no_checkpoint(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, f"file://{tmp_path}/blocked/remote")
+
+    def open_and_block() -> Checkpointer:
+        (tmp_path / "blocked").unlink(missing_ok=True)
+        checkpointer = tiers.open(keep=1)
+        shutil.rmtree(tmp_path / "blocked")
+        (tmp_path / "blocked").write_bytes(b"")  # a file where the folder was
+        return checkpointer
+
+    checkpointer = open_and_block()
+    for step in (1, 2, 3):
+        tiers.weight.fill_(step)
+        checkpointer.save(step)
+    with pytest.raises(RemoteError, match="blocked"):
+        checkpointer.close()
+    assert names(tiers.local)[-1] == file(3)
+    with (
+        pytest.warns(RuntimeWarning, match="mirror is not used"),
+        open_and_block() as checkpointer,
+    ):
+        assert checkpointer.resume() == 3
+    shutil.rmtree(tiers.local)
+    with open_and_block() as checkpointer, pytest.raises(RemoteError, match="blocked"):
+        checkpointer.resume()  # it does not begin anew
+
+
+def test_all_ranks_resume_from_what_one_downloads(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/remote"
+    for out in ranks.run("ranks_mirror", 2, tmp_path / "run", url):
+        assert out.splitlines() == ["4 [4.0]", "3 [3.0]"]
+
+
+def test_what_opens_no_url(tmp_path: Path) -> None:
+    for url in ("nowhere://bucket/run", "s3:///"):
+        with pytest.raises(fastserial.ConfigError, match="cannot be opened"):
+            Checkpointer(tmp_path, {"x": 1}, mirror=url)
+
+
+def _kill_at_random(dice: random.Random, folder: Path, url: str, spoiled: bool) -> int:
+    """Start a run, kill it, and return the step that it last said is in the mirror."""
+    words = [processes.program("mirrored"), folder, url, int(spoiled)]
+    with processes.start(*words) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline().startswith("start")
+        time.sleep(dice.random() * 0.5)
+        run.kill()
+        lines = [line for line in run.stdout.read().splitlines(keepends=True) if line[-1] == "\n"]
+    return int(lines[-1]) if lines else 0
+
+
+@pytest.mark.trials(3, 100)
+@pytest.mark.timeout(3600)
+def test_kills(tmp_path: Path, dice: random.Random, trials: int) -> None:
+    url = f"file://{tmp_path}/remote"
+    mirrored = hits = 0
+    for trial in range(trials):
+        mirrored = max(mirrored, _kill_at_random(dice, tmp_path / f"run{trial}", url, False))
+        present = names(tmp_path / "remote")
+        hits += any(name + ".json" not in present for name in present if name.endswith(".pt"))
+        machine = tmp_path / f"machine{trial}"
+        machine.mkdir()
+        found = Tiers(machine, url)  # what another machine finds
+        step = found.resumed()
+        assert step >= mirrored
+    assert not FULL or hits
+    print(f"{trials} kills, {hits} during an upload; {mirrored} checkpoints")
+
+
+def test_kills_are_seen_where_the_manifest_comes_first(tmp_path: Path, dice: random.Random) -> None:
+    """The control."""
+    url = f"file://{tmp_path}/remote"
+    for trial in range(20):
+        _kill_at_random(dice, tmp_path / f"run{trial}", url, True)
+        present = names(tmp_path / "remote")
+        if any(name.removesuffix(".json") not in present for name in present):
+            return
+        for name in present:
+            if name.endswith(".json"):
+                manifest = json.loads((tmp_path / "remote" / name).read_text())
+                if manifest["nbytes"] != (tmp_path / "remote" / name[:-5]).stat().st_size:
+                    return
+    raise AssertionError("no kill left a manifest without its file")
