@@ -53,8 +53,8 @@ FAULTS = [
     Fault("the CRC-32 begins anew in each chunk", "saving/fill.py", "crc = checksum(view[at + done : at + done + size], crc)", "crc = checksum(view[at + done : at + done + size])"),  # noqa: E501
     Fault("the CRC-32 is entered at byte 0", "saving/fill.py", "ledger.add(source.record, start, length, crc)", "ledger.add(source.record, 0, length, crc)"),  # noqa: E501
     Fault("what threads share is written from where it is", "saving/fill.py", "if isinstance(memory, StorageOnHost) and memory.shared:", "if False:"),  # noqa: E501
-    Fault("the file is not synced", "saving/writer.py", "                self._place.sync()", "                pass"),  # noqa: E501
-    Fault("the file object is left where it was", "saving/writer.py", "self._place.file.seek(self._place.start + self._written)", "pass"),  # noqa: E501
+    Fault("the file is not synced", "saving/writer.py", "                self._destination.sync()", "                pass"),  # noqa: E501
+    Fault("the file object is left where it was", "saving/writer.py", "self._destination.file.seek(self._destination.start + self._written)", "pass"),  # noqa: E501
     Fault("a forked child discards its parent's file", "saving/writer.py", "if os.getpid() != self._pid:", "if False:"),  # noqa: E501
     Fault("a short read counts as whole", "loading/pump.py", "while moved < block.length:", "while False:"),  # noqa: E501
     Fault("any error is taken for refused direct I/O", "loading/pump.py", "if error.errno != errno.EINVAL:", "if False:"),  # noqa: E501
@@ -62,8 +62,8 @@ FAULTS = [
     Fault("a direct read begins a block late", "loading/planner.py", "start = near[0].offset - near[0].offset % alignment", "start = near[0].offset + -near[0].offset % alignment"),  # noqa: E501
     Fault("runs are joined over large holes", "loading/planner.py", "at - end > NEAR_EXTENTS", "at - end > 2**40"),  # noqa: E501
     Fault("a piece forgets where its sink begins", "loading/planner.py", "self.start + first - self.offset)", "self.start)"),  # noqa: E501
-    Fault("memory is taken without a bound", "loading/prefetch.py", "if self._held and self._held + batch.nbytes > LOOK_AHEAD:", "if False:"),  # noqa: E501
-    Fault("a batch is there with its first block", "loading/prefetch.py", "            if batch.left:\n                return", "            pass"),  # noqa: E501
+    Fault("memory is taken without a bound", "loading/prefetch.py", "if self._held and self._held + group.nbytes > LOOK_AHEAD:", "if False:"),  # noqa: E501
+    Fault("a batch is there with its first block", "loading/prefetch.py", "            if group.left:\n                return", "            pass"),  # noqa: E501
     Fault("damage that the thread found is kept silent", "loading/prefetch.py", "if not there and isinstance(self._error, CorruptCheckpointError):", "if False:"),  # noqa: E501
     Fault("a block goes to a rank twice", "distributed/plan/division.py", "return -(-first // GRAIN), stop // GRAIN", "return first // GRAIN, -(-stop // GRAIN)"),  # noqa: E501
     Fault("moves come in another order", "distributed/plan/schedule.py", "moves.sort(key=_place)", "moves.sort(key=_place, reverse=found.receives and moves in found.receives.values())"),  # noqa: E501
