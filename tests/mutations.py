@@ -92,7 +92,7 @@ def found_by(fault: Fault, tree: Path) -> str:
             [sys.executable, *words], cwd=tree, env=env, capture_output=True, text=True, check=False
         )
         for line in done.stdout.splitlines():
-            if line.startswith(("FAILED ", "ERROR ")):
+            if line.startswith(("FAILED tests/", "ERROR tests/")):
                 return f"`{line.split()[1].removeprefix('tests/')}`"
         if done.returncode != 0:
             return f"a test run that ended with {done.returncode}"
