@@ -7,7 +7,7 @@ from typing import Literal
 
 from fastserial.checkpoints.convert import Converted, container_of, write_source
 from fastserial.checkpoints.mapped_source import ConvertSource, open_source
-from fastserial.checkpoints.rank_folder import find_rank_folder
+from fastserial.checkpoints.rank_folder import ranks_of_items
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.errors import CheckpointFileError, ConvertError
@@ -63,7 +63,7 @@ def convert(
     """
     name, path = os.fspath(source), os.fspath(target)
     is_dcp = is_dcp_folder(name)
-    if find_rank_folder(name, by_name=True) is not None:
+    if ranks_of_items(name):
         raise ConvertError(
             f"{name}: it has a file for each rank, such as those of torch_checkpointing: convert "
             "one of them, or put them together by distributed.save in a job of as many ranks"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import fastserial
 from fastserial import convert, inspect, verify
-from fastserial.checkpoints.rank_folder import find_rank_folder
+from fastserial.checkpoints.rank_folder import ranks_of_items
 from fastserial.checkpoints.verify import checkpoints_in
 from fastserial.cli.main import app
 from fastserial.errors import ConvertError
@@ -63,17 +63,32 @@ def test_its_folders(name: str, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "c", *names)
     (folder / "config_0.json").write_text("{}")
     (folder / "below").mkdir()
-    assert find_rank_folder(folder) is None
-    found = find_rank_folder(folder, by_name=True)
-    assert found is not None
-    assert {item: set(files) for item, files in found.items.items()} == expected
-    assert sorted(found.files) == sorted(names)
-    assert found.others == ["config_0.json"]
+    assert ranks_of_items(folder) == expected
     assert [*checkpoints_in(tmp_path)] == [str(folder / one) for one in sorted(names)]
     told = said(folder, 1 + max(max(ranks) for ranks in expected.values()))
-    assert find_rank_folder(folder) == found._replace(metadata=told.name)
+    assert ranks_of_items(folder) == expected
     report = verify(told)
     assert (report.status, report.format, report.records) == ("ok", "file list", len(names))
+
+
+NOT_ITS = {
+    "steps": ["ckpt_100.pt", "ckpt_200.pt"],
+    "a date": ["a_0.pt", "a_20260101.pt"],
+    "leading zeros": ["a_00.pt", "a_01.pt"],
+    "another file": ["a_0.pt", "best.pt"],
+    "Lightning": ["a_0.pt", "last.ckpt"],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("name", NOT_ITS)
+def test_other_folders(name: str, tmp_path: Path) -> None:
+    """A file with the name of its metadata changes nothing."""
+    folder = folder_of(tmp_path / "c", *NOT_ITS[name])
+    said(folder, 2)
+    assert ranks_of_items(folder) == {}
+    assert [*checkpoints_in(tmp_path)] == [str(folder / one) for one in sorted(NOT_ITS[name])]
+    assert verify(folder).status == "unreadable"
 
 
 def test_files_of_ranks_or_epochs_are_not_put_together(tmp_path: Path) -> None:

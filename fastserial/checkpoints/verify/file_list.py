@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-from fastserial.checkpoints.rank_folder import METADATA, find_rank_folder, ranks_said
+from fastserial.checkpoints.rank_folder import METADATA, rank_count, ranks_of_items
 from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.safetensors import read_header
@@ -32,7 +32,7 @@ def is_file_list(path: str) -> bool:
     """Return whether a file has the name of a list of files."""
     folder, name = os.path.split(path)
     if name == METADATA:
-        return find_rank_folder(folder or os.curdir) is not None
+        return bool(ranks_of_items(folder or os.curdir))
     return name == MARK or name.endswith(_INDICES)
 
 
@@ -61,7 +61,7 @@ def verify_file_list(fd: int, path: str, findings: Findings) -> int:
     """
     folder = os.path.dirname(path)
     if os.path.basename(path) == METADATA:
-        return _check_ranks(folder, findings)
+        return _check_ranks(path, findings)
     with open(fd, "rb", closefd=False) as file:
         text = file.read(_MOST)
     key = "files" if os.path.basename(path) == MARK else "weight_map"
@@ -84,21 +84,18 @@ def verify_file_list(fd: int, path: str, findings: Findings) -> int:
     return len(keys_of)
 
 
-def _check_ranks(folder: str, findings: Findings) -> int:
+def _check_ranks(path: str, findings: Findings) -> int:
     """Compare the files of ranks with the number of ranks in `metadata.pkl`."""
-    found = find_rank_folder(folder or os.curdir)
-    if found is None:
-        return 0
-    said = ranks_said(folder, found) or 0
-    there = {rank for files in found.items.values() for rank in files}
-    if there != set(range(said)):
-        text = f"it was saved by {said} ranks, and there are files of {len(there)}"
+    items, count = ranks_of_items(os.path.dirname(path) or os.curdir), rank_count(path)
+    there = set().union(*items.values())
+    if there != set(range(count)):
+        text = f"it was saved by {count} ranks, and there are files of {len(there)}"
         findings.add(Problem("missing", text, file=METADATA))
-    for item, files in found.items.items():
-        lacking = ", ".join(map(str, sorted(there - files.keys())))
+    for item, ranks in items.items():
+        lacking = ", ".join(map(str, sorted(there - ranks)))
         if lacking:  # as a program may save it
             findings.note(f"{item}: there is no file of rank {lacking}")
-    return len(found.files)
+    return sum(map(len, items.values()))
 
 
 def _problems(path: str, size: Any, keys: list[str]) -> Iterator[tuple[str, str, list[str]]]:
