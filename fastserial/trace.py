@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import NamedTuple, ParamSpec, TypeVar
 
-__all__ = ["IN_FLIGHT", "Event", "Listener", "block", "listen", "step", "tell", "traced"]
+__all__ = ["IN_FLIGHT", "Event", "Listener", "block", "emit", "listen", "step", "traced"]
 
 IN_FLIGHT = "block in flight"
 _P = ParamSpec("_P")
@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
 
 Listener = Callable[[Event], None]
-listener: Listener | None = None  # what happens at every block asks for this first
+listener: Listener | None = None  # checked before any event is made
 
 
 @contextmanager
@@ -50,8 +50,8 @@ def listen(new: Listener) -> Iterator[None]:
         with trace.listen(lambda event: print(event.name, event.end - event.start)):
             torch.save(state, path)
 
-    It is called on the thread that made the step or learned of it, so possibly on several threads
-    at once.
+    It is called on the thread that made or reported the step, so possibly on several threads at
+    once.
     """
     global listener
     before, listener = listener, new
@@ -82,21 +82,21 @@ def traced(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     return decorate
 
 
-def tell(name: str, start: float, end: float, thread: int | None = None) -> None:
+def emit(name: str, start: float, end: float, thread: int | None = None) -> None:
     """Report a step that was timed elsewhere; by default one of this thread."""
-    hear = listener
-    if hear is None:
+    receive = listener
+    if receive is None:
         return
     try:
-        hear(Event(name, threading.get_ident() if thread is None else thread, start, end))
-    except Exception:  # who listens must not fail a save
+        receive(Event(name, threading.get_ident() if thread is None else thread, start, end))
+    except Exception:  # a listener must not fail a save
         _log.exception("a listener to trace events failed at %r", name)
 
 
 def block(times: Sequence[float]) -> None:
     """Report a block's transfer: `times` as in `fastserial.engines.Request`."""
     queued, _, done = times
-    tell(IN_FLIGHT, queued, done, 0)
+    emit(IN_FLIGHT, queued, done, 0)
 
 
 _NOTHING = nullcontext()
@@ -108,4 +108,4 @@ def _step(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        tell(name, start, perf_counter())
+        emit(name, start, perf_counter())

@@ -611,12 +611,12 @@ what can be undone, and does nothing after `commit`.
 """
 
 
-def save_error(error: OSError, place: PathTarget | Destination, needed: int | None) -> WriteError:
+def save_error(error: OSError, target: PathTarget | Destination, needed: int | None) -> WriteError:
     """Return the error of a save for a failed system call: what is left there, and a remedy.
 
     Args:
         error: of the system call.
-        place: the target or destination of the save.
+        target: the target or destination of the save.
         needed: bytes of the whole save, None if that is not known.
     """
     number = error.errno or errno.EIO
@@ -626,15 +626,15 @@ def save_error(error: OSError, place: PathTarget | Destination, needed: int | No
         needed = None
     else:
         with contextlib.suppress(OSError):  # the directory may be gone
-            free = linux.free_bytes(place.where)
+            free = linux.free_bytes(target.where)
         if needed is not None:
             text += f" (the save needs {needed} bytes"
             text += f", {free} are free)" if free is not None else ")"
-    if number == errno.ENOENT and isinstance(place, Replacement):
+    if number == errno.ENOENT and isinstance(target, Replacement):
         text = "the directory was removed during the save"
-    text += f"; {place.outcome}"
+    text += f"; {target.outcome}"
     if number in REMEDIES:
         text += f". {REMEDIES[number]}"
-    found = write_error(number, place.name, text)
+    found = write_error(number, target.name, text)
     found.bytes_needed, found.bytes_free = needed, free
     return found

@@ -329,22 +329,16 @@ def _pop_to_mark(machine: _Machine) -> None:
 # containers
 
 
-@_opcode(b"]")
-def _empty_list(machine: _Machine) -> None:
-    machine.budget -= _CONTAINER_BYTES
-    machine.stack.append([])
+def _container(code: bytes, make: Callable[[], Any]) -> None:
+    @_opcode(code)
+    def push(machine: _Machine) -> None:
+        machine.budget -= _CONTAINER_BYTES
+        machine.stack.append(make())
 
 
-@_opcode(b"}")
-def _empty_dict(machine: _Machine) -> None:
-    machine.budget -= _CONTAINER_BYTES
-    machine.stack.append(Mapping())
-
-
-@_opcode(b"\x8f")
-def _empty_set(machine: _Machine) -> None:
-    machine.budget -= _CONTAINER_BYTES
-    machine.stack.append(Call(Global("builtins", "set"), ()))
+_container(b"]", list)
+_container(b"}", Mapping)
+_container(b"\x8f", lambda: Call(Global("builtins", "set"), ()))
 
 
 @_opcode(b"\x91")
@@ -426,29 +420,25 @@ def _set_all_items(machine: _Machine) -> None:
 # memo
 
 
-@_opcode(b"q")
-def _put_short(machine: _Machine) -> None:
-    machine.memo[machine.stream.read(1)[0]] = machine.stack[-1]
+def _memo(put: bytes, get: bytes, size: int) -> None:
+    """Define the opcodes that address the memo with `size` bytes."""
+
+    @_opcode(put)
+    def store(machine: _Machine) -> None:
+        machine.memo[_little(machine, size)] = machine.stack[-1]
+
+    @_opcode(get)
+    def recall(machine: _Machine) -> None:
+        machine.stack.append(machine.memo[_little(machine, size)])
 
 
-@_opcode(b"r")
-def _put_long(machine: _Machine) -> None:
-    machine.memo[_little(machine, 4)] = machine.stack[-1]
+_memo(b"q", b"h", 1)
+_memo(b"r", b"j", 4)
 
 
 @_opcode(b"\x94")
 def _memoize(machine: _Machine) -> None:
     machine.memo[len(machine.memo)] = machine.stack[-1]
-
-
-@_opcode(b"h")
-def _get_short(machine: _Machine) -> None:
-    machine.stack.append(machine.memo[machine.stream.read(1)[0]])
-
-
-@_opcode(b"j")
-def _get_long(machine: _Machine) -> None:
-    machine.stack.append(machine.memo[_little(machine, 4)])
 
 
 # what would run code

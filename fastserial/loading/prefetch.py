@@ -206,7 +206,7 @@ class Prefetch:
         self._wanted = None
         ended = perf_counter()
         self.wait_seconds += ended - began
-        trace.tell("wait for a storage", began, ended)
+        trace.emit("wait for a storage", began, ended)
         there = group.state is _State.COMPLETE
         if not there and isinstance(self._error, CorruptCheckpointError):
             raise self._error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _thread
 import ctypes
+import functools
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -266,6 +267,7 @@ def new_storage(nbytes: int) -> torch.UntypedStorage:
     return storage
 
 
+_OfStorage = Callable[["torch.UntypedStorage"], int]
 _AROUND = 128  # about how many container bytes come with a storage
 
 
@@ -297,22 +299,11 @@ class Batch(NamedTuple):
         some = self.storages[begin:end]
         # no Python bytecode runs between reading a storage's address and copying it, so no other
         # thread can resize it there
-        texts = list(map(bytes_at, map(self._address, some), map(self._size, some)))
+        address, size = _untyped_storage()
+        texts = list(map(bytes_at, map(address, some), map(size, some)))
         if list(map(len, texts)) != list(sizes):
             raise StorageChangedError
         return texts
-
-    @property
-    def _address(self) -> Callable[[torch.UntypedStorage], int]:
-        from torch import UntypedStorage
-
-        return UntypedStorage.data_ptr
-
-    @property
-    def _size(self) -> Callable[[torch.UntypedStorage], int]:
-        from torch import UntypedStorage
-
-        return UntypedStorage.nbytes
 
     def pieces(self) -> Iterator[tuple[int, int, bool]]:
         """Cut the batch up: (first, one past the last, whether to pack them) of each piece.
@@ -367,17 +358,25 @@ class Batch(NamedTuple):
         if self.storages is None:
             return list(map(bytes_at, map(self.addresses.__getitem__, indices), lengths))
         some = list(map(self.storages.__getitem__, indices))
-        there = map(min, map(self._size, some), lengths)  # as in `texts`
-        return list(map(bytes_at, map(self._address, some), there))
+        address, size = _untyped_storage()
+        there = map(min, map(size, some), lengths)  # as in `texts`
+        return list(map(bytes_at, map(address, some), there))
+
+
+@functools.cache
+def _untyped_storage() -> tuple[_OfStorage, _OfStorage]:
+    """Return the methods of C that give the address and the size of a storage."""
+    from torch import UntypedStorage
+
+    return UntypedStorage.data_ptr, UntypedStorage.nbytes
 
 
 def storage_batch(storages: Sequence[torch.UntypedStorage]) -> Batch:
     """Return the memory of many storages, which it keeps alive."""
-    from torch import UntypedStorage
-
-    sizes = list(map(UntypedStorage.nbytes, storages))
+    address, size_of = _untyped_storage()
+    sizes = list(map(size_of, storages))
     if device_types(storages) <= {"cpu"}:
-        addresses = list(map(UntypedStorage.data_ptr, storages))
+        addresses = list(map(address, storages))
     else:
         addresses = [s.data_ptr() if is_on_host(s) else 0 for s in storages]
     shared = other_threads()

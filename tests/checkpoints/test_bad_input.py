@@ -267,23 +267,6 @@ def test_failed_save_into_file_object(name: str, fmt: str, tmp_path: Path) -> No
     assert_like(errors["fast"], errors["stock"])
 
 
-@both_formats
-def test_file_grows_too_large(fmt: str, tmp_path: Path) -> None:
-    """The disk says no halfway (a limit on file size stands for a full disk)."""
-    for side in SIDES:
-        (tmp_path / side).mkdir()
-        (tmp_path / side / "a.pt").write_bytes(OLD)
-    (want, _, _), _, *ours = ask("too_large", tmp_path, fmt)
-    assert "Exception" in want
-    for kinds, number, message in ours:
-        assert want[0] in kinds
-        assert "OSError" in kinds
-        assert number is not None
-        assert f"{tmp_path}/fast/a.pt" in message
-    assert os.listdir(tmp_path / "fast") == ["a.pt"]
-    assert (tmp_path / "fast" / "a.pt").read_bytes() == OLD
-
-
 # --- links, modes, owners, special files ------------------------------------------------------
 
 LINKS: dict[str, list[tuple[str, str]]] = {
@@ -342,16 +325,6 @@ def test_mode_and_owner_of_existing_file(
         status = path.stat()
         found[side] = ((status.st_uid, status.st_gid), stat.S_IMODE(status.st_mode))
     assert found["fast"] == found["stock"] == (owner, mode)
-
-
-@both_formats
-def test_dev_stdout(fmt: str, tmp_path: Path) -> None:
-    """``| reader`` and ``> file``: the descriptor that the shell opened gets the bytes."""
-    result = ask("to_stdout", tmp_path, fmt)
-    assert result["fast"] == result["stock"]
-    for data in result["fast"]:
-        assert torch.equal(torch.load(io.BytesIO(bytes.fromhex(data)))["x"], SMALL["x"])
-    assert sorted(os.listdir(tmp_path)) == ["fast", "stock"]
 
 
 # --- things that are not files ----------------------------------------------------------------

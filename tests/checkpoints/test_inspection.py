@@ -79,29 +79,6 @@ def test_views_shared_storages_and_waste(tmp_path: Path, zipped: bool) -> None:
     assert found.wasted_bytes == big.wasted_bytes == 7720
 
 
-def test_a_module_and_subclasses(tmp_path: Path) -> None:
-    class Tagged(torch.Tensor):
-        pass
-
-    Tagged.__qualname__ = "Tagged"
-    globals()["Tagged"] = Tagged
-    tagged = torch.ones(3).as_subclass(Tagged)
-    tagged.extra = torch.zeros(2)
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.note = torch.zeros(1)
-    found = saved({"m": nn.Linear(2, 3), "t": tagged, "p": parameter}, tmp_path / "x.pt")
-    kinds = {tensor.key: tensor.kind for tensor in found.tensors}
-    assert kinds == {
-        "m._parameters.weight": "parameter",
-        "m._parameters.bias": "parameter",
-        "t": "Tagged",
-        "t.extra": "tensor",
-        "p": "parameter",
-        "p.note": "tensor",
-    }
-    assert "torch.nn.modules.linear.Linear" in found.imports
-
-
 def test_the_plain_tensor(tmp_path: Path) -> None:
     found = saved(torch.ones(3), tmp_path / "x.pt")
     assert [tensor.key for tensor in found.tensors] == [""]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
 import threading
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter
+from fastserial.distributed.dcp import storage_writer
 from fastserial.distributed.state import facts
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -181,6 +183,23 @@ def test_a_planner_that_was_used_can_be_pickled(tmp_path: Path) -> None:
     assert not found.flatten_state_dict
     dcp.save({"a": torch.ones(4)}, storage_writer=FastStorageWriter(tmp_path), planner=found)
     assert FastStorageReader(tmp_path).read_metadata().state_dict_metadata["a"].size == (4,)
+
+
+@ALONE
+def test_a_key_is_in_the_metadata_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        state = {"an unusual key": torch.ones(3)}
+        dcp.save(state, storage_writer=FastStorageWriter(tmp_path), planner=FastSavePlanner())
+        assert (tmp_path / ".metadata").read_bytes().count(b"an unusual key") == 1
+
+
+def test_collections_are_paused_while_torch_has_the_results() -> None:
+    before = gc.get_threshold()
+    results = storage_writer._Results([])
+    assert gc.get_threshold()[0] > before[0]
+    assert type(pickle.loads(pickle.dumps(results))) is list
+    del results
+    assert gc.get_threshold() == before
 
 
 @ALONE

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -29,27 +27,6 @@ class TestThreads(EngineTests):
         engine = ThreadsEngine(*request.param)
         yield engine
         engine.close()
-
-
-def test_an_idle_thread_keeps_no_request(tmp_path: Path) -> None:
-    """Nor the memory it was read into."""
-    path = tmp_path / "f"
-    path.write_bytes(bytes(4096))
-    engine = ThreadsEngine(1)
-    pool = engine.allocate(1, 4096)
-    engine.open(pool.buffers, 1)
-    with path.open("rb") as file:
-        kept = type("Tag", (), {})()
-        there = weakref.ref(kept)
-        engine.submit([Request(Op.READ, file.fileno(), 0, 4096, pool.take(), tag=kept)])
-        del kept
-        engine.wait(1)
-        deadline = monotonic() + 30
-        while there() is not None and monotonic() < deadline:
-            sleep(0.001)  # the thread is on its way to the next request
-        assert there() is None
-    engine.close()
-    pool.close()
 
 
 class TestThreadsWithFew(EngineTests):

@@ -22,7 +22,7 @@ from support.identity import stock
 import fastserial
 from fastserial import LoadReport, SaveReport, WriteError
 from fastserial.engines.gds import memory as direct_memory
-from fastserial.engines.gds.cufile import CuFile, DirectTransferError
+from fastserial.engines.gds.cufile import DirectTransferError
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.memory import buffers as ring_module
 from fastserial.memory import storages
@@ -272,28 +272,6 @@ def test_never_compat(tmp_path: Path, plug: Plug, compat: bool) -> None:
 
 
 # --- the bugs that are put in ---------------------------------------------------------------------
-
-
-def forget(fake: FakeCuFile) -> None:
-    """Let the state of a run with a bug pass."""
-    for way in direct_memory._lost:
-        way._pid = 0  # another process's
-    direct_memory._lost.clear()
-    fake.renew()
-
-
-@pytest.mark.parametrize("word", WORDS)
-def test_a_count_that_is_not_looked_at(
-    tmp_path: Path, plug: Plug, word: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CuFile, "_checked", lambda self, moved, most: most)
-    value, path = state(), tmp_path / "a.pt"
-    wanted = stocks(value, path)
-    fake = plug(1)
-    fake.faults[4] = "short"
-    fastserial.install(**SMALL, transfer=word)
-    torch.save(value, path)
-    assert path.read_bytes() != wanted
 
 
 def test_a_save_that_fails(tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:

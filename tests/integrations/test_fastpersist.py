@@ -32,7 +32,7 @@ EXAMPLES = {"write_secs", "total_secs", "total_bytes", "write_GB/s", "total_GB/s
 # Objects that between them reach every branch: the writer is the one of `test_identity`.
 NAMES = (
     "checkpoint", "empty_between_data", "none", "descriptor_signatures_mixed", "module",
-    "straddle_1048576_+1", "small_tensors_3000", "nested_jagged", "raise_value_error",
+    "straddle_1048576_+1", "small_tensors_1000", "nested_jagged", "raise_value_error",
 )  # fmt: skip
 
 

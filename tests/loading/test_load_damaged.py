@@ -105,7 +105,7 @@ def test_random_damage(fmt: str, tmp_path: Path) -> None:
     with stock():
         right = digest(torch.load(path))
     counts = {"equal": 0, "error": 0}
-    for seed in range(120):
+    for seed in range(80):
         path.write_bytes(damaged(data, seed))
         with fast():
             with fastserial.options(**DIRECT):
@@ -123,7 +123,7 @@ def test_random_damage(fmt: str, tmp_path: Path) -> None:
             # stock gives memory that nobody wrote to for a record that looks like a directory
             if want.error is None and digest(want.value) == digest(again.value):
                 assert digest(want.value) == digest(got.value), seed
-    assert min(counts.values()) > 12, counts
+    assert min(counts.values()) > 8, counts
 
 
 def test_every_record_is_verified(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from fastserial.memory.buffers import Buffer, PinnedStore, Ring
 from fastserial.memory.storages import StorageMemory
 
 BLOCK = 4096
-SCHEDULES = 1500  # each way
+SCHEDULES = 600  # each way
 SEEDED = 40  # schedules within which a bug that is put in must be found
 PLACE = torch.device("cpu")  # where the fake device's memory is
 

@@ -42,7 +42,7 @@ class Theirs:
         pass
 
 
-NAMES = ("checkpoint", "none", "module", "small_tensors_3000", "nested_jagged")
+NAMES = ("checkpoint", "none", "module", "small_tensors_1000", "nested_jagged")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -237,9 +237,9 @@ def _() -> Any:
     return {f"layer.{i}": noise(n) for i, n in enumerate(sizes)}
 
 
-@case("small_tensors_3000", portable=False)
+@case("small_tensors_1000", portable=False)
 def _() -> Any:
-    return {f"block.{i}.weight": torch.randn(1 + i % 7) for i in range(3000)}
+    return {f"block.{i}.weight": torch.randn(1 + i % 7) for i in range(1000)}
 
 
 @case("more_than_ten_storages")
@@ -274,10 +274,10 @@ def _() -> Any:
     return {"base": x, "row": x[2], "slice": x[1:4, 2:7], "t": x.t(), "step": x[::2, ::3]}
 
 
-@case("same_tensor_10000_times", portable=False)
+@case("same_tensor_3000_times", portable=False)
 def _() -> Any:
     x = torch.randn(5)
-    return [x] * 10_000
+    return [x] * 3000
 
 
 @case("same_memory_two_storages")

@@ -106,7 +106,7 @@ def frame_of(
     try:
         tensor = torch.empty(0, dtype=dtype, device="cpu")
         tensor.set_(untouched.storage(nbytes), 0, shape, strides)
-        archive = _Archive(alignment, checksums, first_bytes)
+        archive = _RecordLayout(alignment, checksums, first_bytes)
         save: Any = torch.serialization._save
         save(tensor, archive, pickle, _PROTOCOL, False)
         del tensor
@@ -115,7 +115,7 @@ def frame_of(
     return _frame_of_plan(torch_writer.finish(archive.layout), archive.data_record)
 
 
-class _Archive:
+class _RecordLayout:
     """Takes records in place of torch's PyTorchFileWriter, and writes nothing."""
 
     def __init__(self, alignment: int, checksums: bool, first_bytes: bytes) -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import random
 import sys
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.corpus import TORCH, aligned
 from support.ranks import join
 from support.sharded import meshes, noise, random_dtensor, random_tensor
 
 from fastserial import distributed
 from fastserial.distributed import FlatShard
 from fastserial.distributed.state.tables import SHARED_FROM
+
+# Of storages in the file: many ranks need a multiple of 16.
+ALIGNMENTS = (64, 64, 64, 16, 4096) if TORCH >= (2, 7) else (64,)
 
 
 def random_state(chance: random.Random, grids: list[Any], rank: int, count: int) -> tuple[Any, Any]:
@@ -70,11 +75,14 @@ def main() -> None:
         state, whole = random_state(chance, grids, rank, count)
         writers = chance.choice(["all", "all", "node", 2])
         path = folder / "file.pt"
-        distributed.save(state, path, writers=writers, timeout=30)
+        alignment = chance.choice(ALIGNMENTS)
+        with aligned(alignment) if alignment != 64 else nullcontext():
+            distributed.save(state, path, writers=writers, timeout=30)
         if rank == 0:
             stock = folder / "stock" / "file.pt"
             stock.parent.mkdir(exist_ok=True)
-            torch.save(whole, stock)
+            with aligned(alignment) if alignment != 64 else nullcontext():
+                torch.save(whole, stock)
             a, b = path.read_bytes(), stock.read_bytes()
             if a != b:
                 at = next(
