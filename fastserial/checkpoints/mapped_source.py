@@ -94,11 +94,6 @@ class Mapped:
                 )
         return offset
 
-    def crc_of(self, offset: int) -> int | None:
-        """Return the CRC-32 of the record at an offset, None if the file has none."""
-        record = self.records.get(offset) if self.records is not None else None
-        return record.crc or None if record is not None else None
-
 
 def map_checkpoint(fd: int, path: str) -> Mapped:
     """Map a checkpoint and unpickle it.
@@ -345,11 +340,6 @@ class MappedSource:
         """Return where bytes of a storage come from, None if it is in no mapping."""
         found = self._locate(storage)
         return None if found is None else FileMemory(found[0], found[2] + start, nbytes)
-
-    def crc_of(self, storage: torch.UntypedStorage) -> int | None:
-        """Return the CRC-32 of a storage that its file has, None if it has none."""
-        found = self._locate(storage)
-        return None if found is None else found[1].crc_of(found[2])
 
     def _locate(self, storage: torch.UntypedStorage) -> tuple[int, Mapped, int] | None:
         """Return the file of a storage, and its offset there; None if it is in no mapping."""

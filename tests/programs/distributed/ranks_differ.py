@@ -196,8 +196,9 @@ def planners(folder: Path, rank: int) -> None:
         blank = {key: torch.zeros_like(one) for key, one in state.items()}
         dcp.load(blank, checkpoint_id=path)
         assert {float(value) for one in blank.values() for value in one.unique()} == {step}
-    # Step 1 has one more that differs; step 2 goes by its plan, and what it says was said.
-    assert [len(texts) for texts in warned] == ([1, 1, 0] if rank == 0 else [0, 0, 0]), warned
+    # Step 1 has one more that differs. Python's default filter shows the text of step 2 no more.
+    assert [len(texts) for texts in warned] == ([1, 1, 1] if rank == 0 else [0, 0, 0]), warned
+    assert warned[1] == warned[2]
     if rank == 0:
         assert "ranks 1, 2" in warned[0][0]
         assert "'large.0', 'large.1', 'large.2'" in warned[0][0]
