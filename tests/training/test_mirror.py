@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -141,20 +142,34 @@ def test_without_a_manifest_there_is_no_checkpoint(tiers: Tiers) -> None:
     assert there(tiers) == sorted([*objects(1, 3), file(2)])  # it could be the user's
 
 
-def test_a_file_stays_until_it_is_copied(tmp_path: Path) -> None:
+def test_a_file_stays_until_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiers = Tiers(tmp_path, f"file://{tmp_path}/remote")
-    checkpointer = tiers.open(keep=1, mirror_bandwidth=6e6)  # a fifth of a second each
+    checkpointer = tiers.open(keep=1)
+    assert checkpointer._mirror is not None
+    folder, may_go_on = checkpointer._mirror._remote, threading.Event()
+    put = folder.put
+
+    def held(*arguments: Any) -> None:
+        assert may_go_on.wait(60)
+        put(*arguments)
+
+    monkeypatch.setattr(folder, "put", held)
     for step in (1, 2):
         tiers.weight.fill_(step)
         checkpointer.save(step)
         checkpointer.wait()
-    first_is_uploading = file(1) in names(tiers.local) and objects(1) != there(tiers)
-    began = time.monotonic()
+    assert names(tiers.local) == [file(1), file(2)]
+    may_go_on.set()
     checkpointer.close()
-    assert first_is_uploading
-    assert time.monotonic() - began > 0.1  # the bandwidth
     assert names(tiers.local) == [file(2)]
     assert there(tiers) == objects(2)
+
+
+def test_the_bandwidth_is_a_bound(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, f"file://{tmp_path}/remote")
+    began = time.monotonic()
+    tiers.save(1, mirror_bandwidth=4 * tiers.weight.nbytes)
+    assert time.monotonic() - began > 0.25
 
 
 def test_what_a_killed_process_left_is_copied_later(tmp_path: Path) -> None:
