@@ -156,7 +156,6 @@ _AnyReport = TypeVar("_AnyReport", bound=Report)
 
 
 def _notify(report: _AnyReport, take: Callable[[_AnyReport], object] | None, name: str) -> None:
-    _log.debug("%s", report)
     if take is not None:
         try:
             take(report)
@@ -263,9 +262,9 @@ def publish_save(
     """
     global _last_save
     _last_save = report
-    if again:
-        return
-    SAVES.add(report.bytes, report.seconds, report.fallback)
+    if not again:
+        SAVES.add(report.bytes, report.seconds, report.fallback)
+        _log.debug("%s", report)
     _notify(report, on_report, "on_report")
 
 
@@ -333,6 +332,7 @@ def publish_load(report: LoadReport, on_load: Callable[[LoadReport], None] | Non
         LOADS.add_torchs(report.fallback)
     else:
         LOADS.add(report.bytes, report.seconds, report.fallback)
+    _log.debug("%s", report)
     _notify(report, on_load, "on_load")
 
 
