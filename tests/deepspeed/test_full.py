@@ -181,7 +181,7 @@ def test_another_stage(launch: Launch, tmp_path: Path) -> None:
     check_exit(said)
     for line in having(said, "refused"):
         assert line["refused"] == "DistributedMismatchError"
-        assert "under ZeRO they have one" in line["text"]
+        assert "under ZeRO they share one" in line["text"]
 
 
 def test_weights_of_a_plain_state_dict(launch: Launch, tmp_path: Path) -> None:
