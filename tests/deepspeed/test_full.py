@@ -181,7 +181,7 @@ def test_another_stage(launch: Launch, tmp_path: Path) -> None:
     check_exit(said)
     for line in having(said, "refused"):
         assert line["refused"] == "DistributedMismatchError"
-        assert "under ZeRO they have one" in line["text"]
+        assert "under ZeRO they share one" in line["text"]
 
 
 @pytest.mark.parametrize(("how", "writers"), WRITERS)
