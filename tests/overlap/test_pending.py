@@ -324,6 +324,20 @@ def test_no_thread_to_be_had(tmp_path: Path, state: Any, monkeypatch: pytest.Mon
     assert (tmp_path / "state.pt").read_bytes() == expected
 
 
+def test_on_report_gets_the_whole_report_once(
+    tmp_path: Path, state: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports: list[fastserial.SaveReport] = []
+    count = fastserial.summary().saves.count
+    with fastserial.options(on_report=reports.append), caplog.at_level("DEBUG", "fastserial"):
+        report = fastserial.save_async(state, tmp_path / "a.pt").wait()
+        at_once = fastserial.save_async(state, tmp_path / "b.pt", snapshot_budget=0).wait()
+    assert reports == [report, at_once]
+    assert all(one.snapshot is not None for one in reports)
+    assert fastserial.summary().saves.count == count + 2
+    assert [record.message.startswith("WRITE") for record in caplog.records].count(True) == 2
+
+
 def test_on_report_may_save(tmp_path: Path, state: Any) -> None:
     made: list[fastserial.PendingSave] = []
 
