@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from fastserial.checksums import crc32
+from fastserial.checksums import check_crc, crc32
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.pickles import Call, Global, Limits, Mapping, decode
 from fastserial.formats.source import BytesSource, ByteStream, Source, naming
@@ -56,8 +56,8 @@ def is_framed(data: bytes, path: str) -> bool:
     """
     at = len(data) - _TRAILER.size
     mark, crc = _TRAILER.unpack_from(data, at) if at >= 0 else (b"", 0)
-    if mark == _MARK and crc32(data[:at]) != crc:
-        raise CorruptCheckpointError("damaged: its checksum is wrong", path=path)
+    if mark == _MARK:
+        check_crc(crc32(data[:at]), crc, path)
     return bool(mark == _MARK)
 
 

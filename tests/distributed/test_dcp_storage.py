@@ -233,7 +233,7 @@ def test_no_flipped_bit_gives_other_values(who: str, tmp_path: Path) -> None:
 def test_a_damaged_or_short_file(tmp_path: Path) -> None:
     save({"a": torch.arange(1000)}, FastStorageWriter(tmp_path))
     flip(tmp_path / ".metadata", 100)
-    with pytest.raises(CheckpointException, match="its checksum is wrong"):
+    with pytest.raises(CheckpointException, match="its CRC-32 is"):
         load({"a": torch.zeros(1000)}, FastStorageReader(tmp_path))
     flip(tmp_path / ".metadata", 100)
     os.truncate(tmp_path / "__0_0.distcp", 1000)
