@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from fastserial.distributed.onefile.shared_file import OpenedFile, Place
+from fastserial.distributed.onefile.shared_file import OpenedFile, FileIdentity
 from fastserial.errors import WriteError
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path: Path) -> FileIdentity:
     path = tmp_path / "x"
     path.write_bytes(bytes(10))
-    return Place(str(path), path.stat().st_ino, 10)
+    return FileIdentity(str(path), path.stat().st_ino, 10)
 
 
-def test_another_file_of_that_name_is_refused(place: Place) -> None:
+def test_another_file_of_that_name_is_refused(place: FileIdentity) -> None:
     """As on a node that sees another file system there."""
     OpenedFile(place).close()
     for other in (place._replace(inode=place.inode + 1), place._replace(nbytes=11)):
@@ -26,7 +26,9 @@ def test_another_file_of_that_name_is_refused(place: Place) -> None:
             OpenedFile(other)
 
 
-def test_each_rank_syncs_what_it_wrote(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_syncs_what_it_wrote(
+    place: FileIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = OpenedFile(place)
     synced: list[int] = []
     with monkeypatch.context() as patch:
