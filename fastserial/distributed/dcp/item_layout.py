@@ -1,23 +1,26 @@
 """The bytes around a tensor's data: nothing, or the archive that `torch.save` of it would write.
 
 In stock's format each tensor is such an archive in the middle of a rank's file. Archives of
-similar tensors differ in the data and its CRC-32 only. So torch pickles one tensor of each kind,
-over memory that is never touched, and the archive is made from its layout for all others.
+similar tensors differ in the data, in its CRC-32 (at two places) and in the serialization id that
+follows from it. So torch pickles one tensor of each kind, over memory that is never touched; for
+all others these fields are filled in. That takes 2 µs; to make the end of the archive from its
+layout takes 11 µs, half of what a save of thousands of small tensors takes.
 """
 
 from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Sequence
-from typing import Any
+import struct
+from typing import Any, NamedTuple
 
 import torch
 
 from fastserial.checksums import crc32
 from fastserial.errors import LayoutError
-from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer
-from fastserial.formats.zip.layout import ZipLayout, ZipPlan
+from fastserial.formats.extents import Data, DescriptorPatch, Literal, Trailer
+from fastserial.formats.zip.layout import ZipLayout, ZipPlan, fold, lookalike_of
+from fastserial.formats.zip.structs import CENTRAL, DESCRIPTOR_SIGNATURE, END64, END_BYTES
 from fastserial.memory.storages import HostMemory
 from fastserial.memory.untouched import Untouched
 from fastserial.saving import torch_writer
@@ -26,7 +29,29 @@ __all__ = ["NO_FRAME", "Frame", "frame_of"]
 
 _ARCHIVE = "archive"  # torch's name for what goes to a stream
 _PROTOCOL = 2  # torch.save's default
-_CRC_BYTES = 4
+_CRC = struct.Struct("<I")
+_CRC_IN_DESCRIPTOR = 4
+_CRC_IN_CENTRAL = 16
+_DIGITS = 20
+
+
+class _Fields(NamedTuple):
+    """Where the tails of similar tensors differ (offsets in bytes).
+
+    Attributes:
+        checksums: whether there are CRC-32s; otherwise they are 0.
+        central: of the data's CRC-32 in the directory.
+        text, text_central: of the serialization id, and of its CRC-32 in the directory.
+        seed: what torch makes of the checksums of the records before the data.
+        after: the checksums of the records after it.
+    """
+
+    checksums: bool
+    central: int
+    text: int
+    text_central: int
+    seed: int
+    after: tuple[int, ...]
 
 
 class Frame:
@@ -37,47 +62,37 @@ class Frame:
         tail_nbytes: how many bytes follow it.
     """
 
-    __slots__ = ("_after", "_crcs", "_record", "head", "tail_nbytes")
+    __slots__ = ("_fields", "_tail", "head", "tail_nbytes")
 
-    def __init__(
-        self,
-        head: bytes,
-        after: Sequence[Extent] = (),
-        crcs: Sequence[int] = (),
-        record: int = 0,
-    ) -> None:
-        """Keep a frame.
-
-        Args:
-            after: the extents behind the data.
-            crcs: the CRC-32 of each record of the archive.
-            record: the index of the data's record.
-        """
+    def __init__(self, head: bytes, tail: bytes, fields: _Fields | None) -> None:
+        """Keep a frame; without `fields` the tail is the same for any data."""
         self.head = head
-        self.tail_nbytes = sum(extent.length for extent in after)
-        self._after = [extent.source for extent in after]
-        self._crcs = list(crcs)
-        self._record = record
+        self.tail_nbytes = len(tail)
+        self._tail = tail
+        self._fields = fields
 
     def tail(self, crc: int) -> bytes:
         """Return the bytes behind the data, whose CRC-32 is `crc` (0 without checksums)."""
-        crcs = self._crcs.copy()
-        if crcs:
-            crcs[self._record] = crc
-        parts: list[bytes | memoryview] = []
-        for source in self._after:
-            if isinstance(source, DescriptorPatch):
-                data, at = source.data, source.at
-                crc_bytes = crcs[source.record].to_bytes(_CRC_BYTES, "little")
-                parts += (data[:at], crc_bytes, data[at + _CRC_BYTES :])
-            elif isinstance(source, Trailer):
-                parts.append(source.make(crcs))
-            elif isinstance(source, Literal):
-                parts.append(source.data)
-        return b"".join(parts)
+        fields = self._fields
+        if fields is None:
+            return self._tail
+        combined = fold(fields.seed, crc)
+        for value in fields.after:
+            combined = fold(combined, value)
+        text = bytearray(self._tail)
+        digits = b"%020d" % combined
+        start = fields.text + _DIGITS
+        text[start : start + _DIGITS] = digits
+        if fields.checksums:
+            id_crc = crc32(text[fields.text : start + _DIGITS])
+            _CRC.pack_into(text, _CRC_IN_DESCRIPTOR, crc)
+            _CRC.pack_into(text, fields.central, crc)
+            _CRC.pack_into(text, start + _DIGITS + _CRC_IN_DESCRIPTOR, id_crc)
+            _CRC.pack_into(text, fields.text_central, id_crc)
+        return bytes(text)
 
 
-NO_FRAME = Frame(b"")
+NO_FRAME = Frame(b"", b"", None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -106,22 +121,21 @@ def frame_of(
     try:
         tensor = torch.empty(0, dtype=dtype, device="cpu")
         tensor.set_(untouched.storage(nbytes), 0, shape, strides)
-        archive = _RecordLayout(alignment, checksums, first_bytes)
+        archive = _RecordLayout(alignment, checksums)
         save: Any = torch.serialization._save
         save(tensor, archive, pickle, _PROTOCOL, False)
         del tensor
     finally:
         untouched.close()
-    return _frame_of_plan(torch_writer.finish(archive.layout), archive.data_record)
+    return _frame_of_plan(torch_writer.finish(archive.layout), archive, lookalike_of(first_bytes))
 
 
 class _RecordLayout:
     """Takes records in place of torch's PyTorchFileWriter, and writes nothing."""
 
-    def __init__(self, alignment: int, checksums: bool, first_bytes: bytes) -> None:
+    def __init__(self, alignment: int, checksums: bool) -> None:
         self.layout = ZipLayout(_ARCHIVE, alignment, checksums)
         self.data_record = -1
-        self._first_bytes = first_bytes
 
     def archive_name(self) -> str:
         return _ARCHIVE
@@ -136,18 +150,66 @@ class _RecordLayout:
         if self.data_record >= 0:
             raise LayoutError("torch saves one tensor with several storages")
         self.data_record = len(self.layout.names)
-        self.layout.add_memory(name, HostMemory(0, size, data), self._first_bytes)
+        self.layout.add_memory(name, HostMemory(0, size, data), b"")
 
 
-def _frame_of_plan(plan: ZipPlan, data_record: int) -> Frame:
-    extents = plan.extents
-    data = next((i for i, e in enumerate(extents) if isinstance(e.source, Data)), len(extents))
-    head = b""
-    for extent in extents[:data]:
-        if not isinstance(extent.source, Literal):
-            raise LayoutError("torch writes something unknown before the data")
-        head += extent.source.data
-    after = extents[data + 1 :]
-    if not all(isinstance(one.source, Literal | DescriptorPatch | Trailer) for one in after):
-        raise LayoutError("torch writes something unknown behind the data")
-    return Frame(head, after, [crc or 0 for crc in plan.crcs], data_record)
+def _frame_of_plan(plan: ZipPlan, archive: _RecordLayout, lookalike: int | None) -> Frame:
+    data = next((i for i, e in enumerate(plan.extents) if isinstance(e.source, Data)), None)
+    if data is None:  # an empty tensor
+        return Frame(_bytes_of(plan, len(plan.extents)), b"", None)
+    head = _bytes_of(plan, data)
+    crcs = [crc or 0 for crc in plan.crcs]
+    tail = b""
+    for extent in plan.extents[data + 1 :]:
+        source = extent.source
+        if isinstance(source, Literal | DescriptorPatch):
+            tail += source.data
+        elif isinstance(source, Trailer):
+            tail += source.make(crcs)
+        else:
+            raise LayoutError("torch writes something unknown behind the data")
+    record, last = archive.data_record, len(plan.sizes) - 1
+    seed = 0
+    for crc, size in zip(crcs[:record], plan.sizes, strict=False):
+        seed = fold(seed, crc) if size else seed
+    if lookalike is not None:
+        seed = fold(seed, lookalike)
+    after = zip(crcs[record + 1 : last], plan.sizes[record + 1 : last], strict=True)
+    directory = _directory_start(tail)
+    centrals = _central_entries(tail, directory)
+    return Frame(
+        head,
+        tail,
+        _Fields(
+            archive.layout.checksums,
+            centrals[record] + _CRC_IN_CENTRAL,
+            tail.rindex(DESCRIPTOR_SIGNATURE, 0, directory) - 2 * _DIGITS,
+            centrals[last] + _CRC_IN_CENTRAL,
+            seed,
+            tuple(crc for crc, size in after if size),
+        ),
+    )
+
+
+def _bytes_of(plan: ZipPlan, count: int) -> bytes:
+    sources = [extent.source for extent in plan.extents[:count]]
+    if not all(isinstance(source, Literal) for source in sources):
+        raise LayoutError("torch writes something unknown before the data")
+    return b"".join(bytes(source.data) for source in sources if isinstance(source, Literal))
+
+
+def _directory_start(tail: bytes) -> int:
+    end = len(tail) - END_BYTES
+    nbytes: int = END64.unpack_from(tail, end)[8]
+    return end - nbytes
+
+
+def _central_entries(tail: bytes, start: int) -> list[int]:
+    """Return where the entry of each record begins."""
+    found: list[int] = []
+    at = start
+    while at < len(tail) - END_BYTES:
+        fields = CENTRAL.unpack_from(tail, at)
+        found.append(at)
+        at += CENTRAL.size + sum(fields[10:13])
+    return found

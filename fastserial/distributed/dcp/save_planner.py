@@ -61,12 +61,15 @@ class _ToRank(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def _planned(entries: tuple[bytes, ...], lowest: bool, apart: frozenset[str]) -> bytes:
-    """Return a pickle of `global_plan`'s result: who gets the result may change it.
+def _planned(
+    entries: tuple[bytes, ...], lowest: bool, apart: frozenset[str]
+) -> tuple[list[list[WritePart]], bytes]:
+    """Return what each rank writes, and a pickle of the metadata, which its user may change.
 
     A plan is used again if all ranks have the entries that it was made for.
     """
-    return pickle.dumps(global_plan([pickle.loads(one) for one in entries], lowest, apart))
+    parts, metadata = global_plan([pickle.loads(one) for one in entries], lowest, apart)
+    return parts, pickle.dumps(metadata)
 
 
 class FastSavePlanner(DefaultSavePlanner):
@@ -138,8 +141,8 @@ class FastSavePlanner(DefaultSavePlanner):
         mixed = differing([message.sums for message in messages])
         texts = tuple(message.entries for message in messages)
         with paused_collection():
-            planned = _planned(texts, self.dedup_save_to_lowest_rank, frozenset(mixed))
-            parts, self.metadata = pickle.loads(planned)
+            parts, metadata = _planned(texts, self.dedup_save_to_lowest_rank, frozenset(mixed))
+            self.metadata = pickle.loads(metadata)
         _warn(mixed)
         plans = [
             replace(plan, planner_data=_ToRank(mine))
