@@ -59,9 +59,9 @@ def main() -> None:
         print("start", start, flush=True)
         for step in range(start + 1, steps + 1):
             batch = next(batches, None) if batches is not None else None
-            if batch is None:
+            while batch is None:  # twice, if it resumes where an epoch has ended
                 batches = iter(loader)
-                batch = next(batches)
+                batch = next(batches, None)
             print(step, *batch.tolist(), flush=True)
             checkpointer.save(step)
             dist.barrier()
