@@ -50,7 +50,13 @@ class Block:
 
     def missing(self) -> list[str]:
         """Return the modules that it needs and that are not there."""
-        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+        return [name for name in self.needs if not _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether there is such a module; a folder of tests of that name is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def blocks_of(page: Path) -> list[Block]:
