@@ -39,6 +39,7 @@ EXTRAS = {
     ],
     "transformers": ["transformers", "accelerate", "fastserial.integrations.transformers"],
     "test": ["pytest", "hypothesis", "dill", "xdist", "fsspec"],
+    "remote": ["fsspec", "obstore"],
 }
 ELSEWHERE = {"deepspeed"}
 # torch says so at its import where NumPy is not installed; fastserial does not need it.
