@@ -22,7 +22,6 @@ from typing import NamedTuple
 from fastserial import trace
 from fastserial.config import Config
 from fastserial.config.performance import PAGE
-from fastserial.files import linux
 from fastserial.interrupts import Descriptors
 from fastserial.reasons import SEE_DOCTOR, Reason
 
@@ -346,17 +345,17 @@ def reserve(fd: int, offset: int, nbytes: int, config: Config) -> None:
     """
     wanted = config.preallocate and nbytes > config.small_file
     if wanted and (config.direct is True or not compresses(fd)):
-        linux.preallocate(fd, offset, nbytes)
+        preallocate(fd, offset, nbytes)
 
 
 def compresses(fd: int) -> bool:
     """Return whether an open file is compressed, as far as that is known."""
-    if linux.is_compressed(fd):
+    if is_compressed(fd):
         return True
     if os.major(os.fstat(fd).st_dev):  # a block device; those below have none
         return False
     try:
-        kind, options = linux.mounted_as(fd)
+        kind, options = mounted_as(fd)
     except (OSError, ValueError):  # no /proc
         return False
     if kind in ("zfs", "bcachefs"):
