@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from fastserial.errors import ConfigError, RemoteError
 
-__all__ = ["RemoteFolder", "is_url", "remote_folder"]
+__all__ = ["RemoteFolder", "remote_folder"]
 
 _T = TypeVar("_T")
 _CHUNK = 8 * 1024 * 1024
@@ -49,13 +49,6 @@ class RemoteFolder(Protocol):
         After an error the object is the old one, or missing; fsspec may leave a part of it.
         """
 
-    def read(self, name: str) -> bytes:
-        """Return the bytes of a small object.
-
-        Raises:
-            FileNotFoundError: there is none of this name.
-        """
-
     def chunks(self, name: str) -> Iterator[bytes]:
         """Return the bytes of an object, some MiB at a time.
 
@@ -65,11 +58,6 @@ class RemoteFolder(Protocol):
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects; those that do not exist are ignored."""
-
-
-def is_url(path: object) -> bool:
-    """Return whether a path is a URL, such as `s3://bucket/run`."""
-    return isinstance(path, str) and "://" in path
 
 
 def remote_folder(url: str, timeout: float) -> RemoteFolder:
@@ -139,9 +127,6 @@ class _ObstoreFolder:
             lambda: self._obstore.put(self._store, name, data, **options),
         )
 
-    def read(self, name: str) -> bytes:
-        return b"".join(self.chunks(name))
-
     def chunks(self, name: str) -> Iterator[bytes]:
         what = f"{name} cannot be read"
         found = self._try(what, lambda: self._obstore.get(self._store, name))
@@ -200,9 +185,6 @@ class _FsspecFolder:
             with self._files.open(self._path(name), "wb") as file:
                 for chunk in chunks:
                     file.write(chunk)
-
-    def read(self, name: str) -> bytes:
-        return b"".join(self.chunks(name))
 
     def chunks(self, name: str) -> Iterator[bytes]:
         with self._named(f"{name} cannot be read"), self._files.open(self._path(name)) as file:

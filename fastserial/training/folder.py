@@ -59,13 +59,17 @@ class CheckpointFolder:
 
     def file(self, step: int) -> str:
         """Return the path of a step's checkpoint, whether it exists or not."""
-        return os.path.join(self.path, self._name.format(step=step))
+        return os.path.join(self.path, self.name(step))
+
+    def name(self, step: int) -> str:
+        """Return the name of a step's checkpoint in the folder."""
+        return self._name.format(step=step)
 
     def step_of(self, name: str) -> int | None:
         """Return the step in the name of a file; None if it is another file."""
         match = self._pattern.fullmatch(name)
         step = int(match[1]) if match else None
-        return step if step is not None and self._name.format(step=step) == name else None
+        return step if step is not None and self.name(step) == name else None
 
     def steps(self) -> list[int]:
         """Return the steps that have a file, the last one first.

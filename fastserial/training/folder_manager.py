@@ -66,7 +66,7 @@ class FolderManager:
             except Exception:
                 _log.exception("%s: on_saved failed", path)
         if self.mirror is not None:
-            self.mirror.add({step: metrics}, self.prune)
+            self.mirror.add(step, metrics, self.prune)
         self.prune()
 
     def prune(self) -> None:
@@ -111,10 +111,13 @@ class FolderManager:
 
     def latest(self) -> str | None:
         """Return the path of the newest checkpoint that is not truncated; None if there is none."""
-        for step in self.folder.steps():
-            if step not in self.damaged and self.folder.is_complete(step):
-                return self.folder.file(step)
-        return None
+        step = self._newest(self.damaged)
+        return None if step is None else self.folder.file(step)
+
+    def _newest(self, damaged: Collection[int]) -> int | None:
+        """Return the newest step whose file is not truncated, nor among the damaged ones."""
+        others = (step for step in self.folder.steps() if step not in damaged)
+        return next((step for step in others if self.folder.is_complete(step)), None)
 
     def fetch_newest(self, tried: Collection[int] = ()) -> None:
         """Download from the mirror its newest whole checkpoint, if the folder has none as new.
@@ -128,8 +131,7 @@ class FolderManager:
         """
         if self.mirror is None:
             return
-        usable = (step for step in self.folder.steps() if step not in tried)
-        here = next((step for step in usable if self.folder.is_complete(step)), None)
+        here = self._newest(tried)
         try:
             there = self.mirror.steps()
         except RemoteError as error:

@@ -69,18 +69,18 @@ class Mirror:
         """Return whether a checkpoint is still to be uploaded."""
         return step in self._waiting
 
-    def add(self, steps: Mapping[int, Mapping[str, float]], uploaded: Callable[[], object]) -> None:
-        """Upload checkpoints of the local folder in the background, the newest first.
+    def add(self, step: int, metrics: Mapping[str, float], uploaded: Callable[[], object]) -> None:
+        """Upload a checkpoint of the local folder in the background, newer ones first.
 
         The first call also uploads what an earlier process, which was killed, left to be uploaded.
         Call it on a thread that no signal handler interrupts.
 
         Args:
-            steps: metrics of each step.
+            step, metrics: of the checkpoint.
             uploaded: called on the uploading thread after each upload.
         """
         with self._lock:
-            self._waiting.update(steps)
+            self._waiting[step] = metrics
             if self._thread is None or not self._thread.is_alive():  # in a forked child it is not
                 thread = threading.Thread(
                     target=self._run, args=(uploaded,), name="fastserial-mirror"
@@ -170,9 +170,8 @@ class Mirror:
             FileNotFoundError: the file is gone.
             RemoteError: the store failed.
         """
-        path = self._folder.file(step)
-        name = os.path.basename(path)
-        with open(path, "rb", buffering=0) as file:
+        name = self._folder.name(step)
+        with open(self._folder.file(step), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             checksums: list[int] = []
             self._remote.remove([_manifest_name(name)])
@@ -221,7 +220,7 @@ class Mirror:
             RemoteError: the store failed.
         """
         surplus = self._surplus(self._steps_in(sizes))
-        names = [os.path.basename(self._folder.file(step)) for step in surplus]
+        names = [self._folder.name(step) for step in surplus]
         self._remote.remove(map(_manifest_name, names))
         self._remote.remove(names)
 
@@ -251,9 +250,9 @@ class Mirror:
             RemoteError: the store failed.
         """
         if step not in self._manifests:
-            name = _manifest_name(os.path.basename(self._folder.file(step)))
+            name = _manifest_name(self._folder.name(step))
             try:
-                found = json.loads(self._remote.read(name))
+                found = json.loads(b"".join(self._remote.chunks(name)))
                 usable = isinstance(found, dict) and found["version"] == 1
                 usable = usable and {"nbytes", "crc32", "written", "metrics"} <= found.keys()
             except (ValueError, KeyError):
@@ -289,11 +288,10 @@ class Mirror:
         """
         self._manifests.pop(step, None)
         manifest = self._manifest(step)
-        path = self._folder.file(step)
-        name = os.path.basename(path)
+        name = self._folder.name(step)
         os.makedirs(self._folder.path, exist_ok=True)
         checksum = nbytes = 0
-        with FastFileWriter(path) as file:
+        with FastFileWriter(self._folder.file(step)) as file:
             for data in self._remote.chunks(name):
                 checksum, nbytes = crc32(data, checksum), nbytes + len(data)
                 file.write(data)
