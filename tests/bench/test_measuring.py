@@ -219,7 +219,11 @@ def fake_fio(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
 def test_fio_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = json.dumps({"jobs": [WORDS]})
     log = tmp_path / "log"
-    fake_fio(tmp_path, monkeypatch, f"echo \"$@\" > {log}\necho 'fio: note'\necho '{answer}'")
+    fake_fio(
+        tmp_path,
+        monkeypatch,
+        f"echo \"$@ $GLIBC_TUNABLES\" > {log}\necho 'fio: note'\necho '{answer}'",
+    )
     found = fio.run_fio(FioSettings("libaio", 1 << 20, True), tmp_path / "a:b", 8_000_000)
     assert found.seconds == pytest.approx(0.04)
     assert found.nbytes == 8 << 20
@@ -227,7 +231,14 @@ def test_fio_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert found.latency is not None
     assert found.latency.p50 == pytest.approx(0.0009)
     asked = log.read_text()
-    for word in ("--end_fsync=1", "--direct=1", "--fallocate=native", "a\\:b", "--size=8388608"):
+    for word in (
+        "--end_fsync=1",
+        "--direct=1",
+        "--fallocate=native",
+        "a\\:b",
+        "--size=8388608",
+        "hugetlb=1",
+    ):
         assert word in asked
 
 

@@ -15,7 +15,7 @@ DATE = re.compile(
     r"\b\d{1,2} (?:January|February|March|April|May|June|July|August|September|October|November"
     r"|December) 20\d\d\b"
 )
-COMMAND = re.compile(r"`(?:fastserial|nox|python|benchmarks/\w+\.py)\b[^`]*`")
+COMMAND = re.compile(r"`(?:fastserial|fio|nox|python|benchmarks/\w+\.py)\b[^`]*`")
 FIGURE = re.compile(
     r"(?<![\w-])\d[\d.,]*\s?(?:×|[kMGT]i?B/s|ms\b|µs\b|s\b|seconds\b|%)|×\s?\d"
     r"|\b\w+ times as (?:fast|slow)\b"
