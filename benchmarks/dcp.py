@@ -17,11 +17,10 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +124,6 @@ def _measure(options: argparse.Namespace, say: Say) -> Result:
                 }[case]
                 columns = _OF_MIXED if case == _MIXED else _OF_SMALL
                 tables.append(Table(rows, columns, f"{ranks} rank{'s' * (ranks > 1)}: {what}"))
-    tables.append(_balance())
     caption = (
         f"medians of {options.runs} interleaved runs (least–greatest), times of the slowest rank; "
         "saves are durable, into an empty folder; loads begin with nothing in the page cache"
@@ -424,79 +422,6 @@ def _blank(tensor: torch.Tensor) -> torch.Tensor:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-# -- who writes how much -------------------------------------------------------------------------
-
-_BALANCED_RANKS = 4
-_MIB = 1 << 20
-
-
-def _balance() -> Table:
-    """Return how many bytes each of four ranks writes of states that all of them have.
-
-    The planners are asked, without a rank; nothing is written.
-    """
-    rows = []
-    for shape, state in _replicated().items():
-        row: dict[str, Any] = {"name": shape}
-        for who, planner in (("stock", DefaultSavePlanner), ("ours", FastSavePlanner)):
-            loads = _bytes_of(planner, state)
-            row[who] = " / ".join(f"{nbytes / _MIB:.0f}" for nbytes in loads)
-            row[f"{who}_most"] = max(loads) * len(loads) / sum(loads)
-        rows.append(row)
-    most = number(1, 3)
-    columns = [Column("stock", "DCP"), Column("stock_most", "most ÷ mean", most)]
-    columns += [Column("ours", "fastserial"), Column("ours_most", "most ÷ mean", most)]
-    title = f"MiB that each of {_BALANCED_RANKS} ranks writes of what all of them have"
-    return Table(rows, columns, title)
-
-
-def _replicated() -> Mapping[str, dict[str, torch.Tensor]]:
-    """Return states of about 1 GiB, without memory."""
-    return {
-        "64 tensors of 16 MiB": {f"p{i}": _meta(16 * _MIB) for i in range(64)},
-        "a GPT, the embedding last": dict(_gpt()),
-        "one tensor of 1 GiB": {"p": _meta(1024 * _MIB)},
-        "21 weights of 16 MiB, and Adam's state": dict(_adam()),
-    }
-
-
-def _meta(nbytes: int, width: int = 1024) -> torch.Tensor:
-    return torch.empty(nbytes // width // torch.float32.itemsize, width, device="meta")
-
-
-def _gpt() -> Iterator[tuple[str, torch.Tensor]]:
-    for layer in range(16):
-        for name, times in (("qkv", 3), ("out", 1), ("up", 4), ("down", 4)):
-            yield f"layers.{layer}.{name}.weight", _meta(times * 4 * _MIB)
-            yield f"layers.{layer}.{name}.bias", torch.empty(times * 1024, device="meta")
-    yield "positions", _meta(4 * _MIB)
-    yield "embedding", torch.empty(50257, 1024, device="meta")
-
-
-def _adam() -> Iterator[tuple[str, torch.Tensor]]:
-    for index in range(21):
-        yield f"model.{index}", _meta(16 * _MIB)
-    for index in range(21):
-        yield f"optimizer.{index}.step", torch.empty((), device="meta")
-        yield f"optimizer.{index}.exp_avg", _meta(16 * _MIB)
-        yield f"optimizer.{index}.exp_avg_sq", _meta(16 * _MIB)
-
-
-def _bytes_of(kind: Callable[[], DefaultSavePlanner], state: dict[str, torch.Tensor]) -> list[int]:
-    """Return the bytes that each rank is to write."""
-    planners = [kind() for _ in range(_BALANCED_RANKS)]
-    for rank, planner in enumerate(planners):
-        planner.set_up_planner(state, is_coordinator=rank == 0)
-    plans, _ = planners[0].create_global_plan([one.create_local_plan() for one in planners])
-    finished = (one.finish_plan(plan) for one, plan in zip(planners, plans, strict=True))
-    return [sum(map(_nbytes, plan.items)) for plan in finished]
-
-
-def _nbytes(item: Any) -> int:
-    data = item.tensor_data
-    return int(prod(data.chunk.sizes) * data.properties.dtype.itemsize) if data is not None else 0
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class _Shape(NamedTuple):
     length: int
 
 
-_SHAPES = {
+SHAPES = {
     "tiny": _Shape(2, 128, 4, 1000, 64),
     "mini": _Shape(6, 384, 6, 16384, 256),
     "small": _Shape(12, 768, 12, 50257, 1024),
@@ -100,11 +100,11 @@ class _Model(nn.Module):
         return functional.linear(self.norm(x), self.words.weight)
 
 
-class _Training:
+class Training:
     """A model, AdamW, random tokens, and one step after the other."""
 
     def __init__(self, shape: str, tokens: int, batch: int, device: str) -> None:
-        found = _SHAPES[shape]
+        found = SHAPES[shape]
         torch.manual_seed(0)
         try:
             self.model = _Model(found).to(device)
@@ -115,15 +115,18 @@ class _Training:
         size = (batch, min(tokens, found.length))
         self._tokens = torch.randint(found.words, size, device=device)
 
-    def step(self) -> None:
-        """Train one step, to its end."""
+    def loss(self) -> torch.Tensor:
+        """Return the loss of the model as it is."""
         logits = self.model(self._tokens[:, :-1])
-        loss = functional.cross_entropy(logits.flatten(0, 1), self._tokens[:, 1:].flatten())
+        return functional.cross_entropy(logits.flatten(0, 1), self._tokens[:, 1:].flatten())
+
+    def step(self) -> float:
+        """Train one step, to its end; return the loss."""
+        loss = self.loss()
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        if self._device != "cpu":
-            loss.item()
+        return loss.item()
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
@@ -267,7 +270,7 @@ def _measure(options: argparse.Namespace, say: Say) -> Result:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     say("making the model")
-    training = _Training(options.model, options.tokens, options.batch, options.device)
+    training = Training(options.model, options.tokens, options.batch, options.device)
     for _ in range(_STEPS_ALONE):
         training.step()
     nbytes = sum(tensor.nbytes for tensor in unshared(training.state()).values())
@@ -339,7 +342,7 @@ def _chosen(only: list[str] | None) -> tuple[list[_Kind], dict[str, str]]:
 
 
 def _run(
-    training: _Training, kind: _Kind, options: argparse.Namespace, folder: Path, warming: bool
+    training: Training, kind: _Kind, options: argparse.Namespace, folder: Path, warming: bool
 ) -> float:
     """Train once; returns its seconds."""
     place = folder / "run"
@@ -358,7 +361,7 @@ def _run(
 
 
 def _train(
-    training: _Training, kind: _Kind, options: argparse.Namespace, folder: Path, warming: bool
+    training: Training, kind: _Kind, options: argparse.Namespace, folder: Path, warming: bool
 ) -> float:
     saver = kind.make() if kind.make is not None else None
     steps, calls = [], []
@@ -394,7 +397,7 @@ if __name__ == "__main__":
     brief = {"model": "tiny", "tokens": 64, "batch": 1, "every": 2, "saves": 1, "runs": 1}
     picture = Picture("lost_seconds", "seconds lost by a checkpoint", 1)
     script = Script(__doc__, "an hour", brief, picture)
-    script.add("--model", choices=_SHAPES, default="small", help="size of the GPT; small: GPT-2's")
+    script.add("--model", choices=SHAPES, default="small", help="size of the GPT; small: GPT-2's")
     script.add("--tokens", type=int, default=256, help="length of a sequence")
     script.add("--batch", type=int, default=2, help="sequences of a step")
     script.add("--every", type=int, default=4, help="steps between two checkpoints")

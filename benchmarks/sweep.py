@@ -2,10 +2,9 @@
 
 One storage goes to a new file and is made durable, or comes from a file of which nothing is in the
 page cache; no pickle, no container. Writes are read back, reads are compared. The defaults are
-measured again and again in between, and each result is kept with its ratio to the median of their
-last runs. Each result is a line of the CSV at once: started again with the same --csv, the sweep
-goes on where it was. At the end it prints the settings that are clearly faster than the defaults,
-as variables to copy.
+measured again and again in between, and each result has its ratio to the median of their last
+runs. It is a line of the CSV at once. At the end the settings that are clearly faster than the
+defaults are printed, as variables to copy.
 """
 
 from __future__ import annotations
@@ -113,8 +112,7 @@ def _measure(options: argparse.Namespace, say: Say) -> Result:
         runner = _Runner(folder, options.size, transfers, options.pause)
         for number_, (run, point) in enumerate(_in_turn(wanted, options.runs), 1):
             say(f"{number_}/{len(wanted) * options.runs}: {' '.join(map(str, point))}")
-            if (run, point) not in results.rows:
-                results.add(run, point, runner.result(point))
+            results.add(run, point, runner.result(point))
         for point in wanted:
             found = [results.rows[run, point] for run in range(options.runs)]
             rows.append(_row(point, found))
@@ -134,7 +132,7 @@ def _measure(options: argparse.Namespace, say: Say) -> Result:
     return Result("sweep", options.folder, caption, settings, tables, notes=notes)
 
 
-def _row(point: _Point, found: Sequence[dict[str, str]]) -> dict[str, Any]:
+def _row(point: _Point, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     default = point == _Point.of_defaults(point.op, point.transfer)
     return {
         "name": point.engine + " (default)" * default,
@@ -244,53 +242,29 @@ def _in_turn(wanted: Sequence[_Point], runs: int) -> Iterator[tuple[int, _Point]
 
 
 class _Results:
-    """A CSV file that holds results, and takes more. A line that was cut short is done again."""
+    """A new CSV file. Each result is there at once, also if this process is killed."""
 
     def __init__(self, path: Path, folder: Path, nbytes: int) -> None:
-        """Open the file, or make it.
+        """Create the file.
 
         Raises:
-            BenchError: it holds something else, or results of another folder or size.
-            OSError: it cannot be read or written.
+            BenchError: there is a file.
+            OSError: it cannot be created.
         """
-        self.rows: dict[tuple[int, _Point], dict[str, str]] = {}
-        self._same = {"folder": str(folder.absolute()), "bytes": str(nbytes)}
-        there = path.read_text(encoding="utf-8") if path.exists() else ""
-        whole = there[: there.rfind("\n") + 1]
-        if there:  # first: what is not ours stays as it is
-            self._read(path, whole)
-        path.open("a").close()
-        self._file = path.open("r+", encoding="utf-8", newline="")
-        self._file.seek(len(whole.encode()))
-        self._file.truncate()
+        self.rows: dict[tuple[int, _Point], dict[str, Any]] = {}
+        self._same = {"folder": str(folder.absolute()), "bytes": nbytes}
+        try:
+            self._file = path.open("x", encoding="utf-8", newline="")
+        except FileExistsError:
+            raise BenchError(f"{path} exists: give another --csv") from None
         self._writer = csv.DictWriter(self._file, [*_KEY, *_FOUND], lineterminator="\n")
-        if not whole:
-            self._writer.writeheader()
-
-    def _read(self, path: Path, text: str) -> None:
-        table = csv.DictReader(text.splitlines())
-        if table.fieldnames != [*_KEY, *_FOUND]:
-            raise BenchError(f"{path} holds something else: give another --csv")
-        for number_, row in enumerate(table, 2):
-            if {name: row[name] for name in self._same} != self._same:
-                raise BenchError(
-                    f"{path} is of {row['bytes']} bytes in {row['folder']}, not of "
-                    f"{self._same['bytes']} in {self._same['folder']}: give another --csv"
-                )
-            try:
-                counts = (int(row[name]) for name in _Point._fields[3:])
-                point = _Point(row["op"], row["transfer"], row["engine"], *counts)
-                run = int(row["run"])
-                float(row["bw_bytes"]), float(row["ratio_to_default"])
-            except ValueError as error:
-                raise BenchError(f"{path}, line {number_}: {error}") from error
-            self.rows[run, point] = row
+        self._writer.writeheader()
 
     def add(self, run: int, point: _Point, found: dict[str, Any]) -> None:
-        """Add a result, so that it is there after this process was killed."""
+        """Add a line."""
         row = {**self._same, "run": run, **point._asdict(), **found}
-        self.rows[run, point] = {name: str(value).replace("\n", " ") for name, value in row.items()}
-        self._writer.writerow(self.rows[run, point])
+        self.rows[run, point] = row
+        self._writer.writerow({name: str(value).replace("\n", " ") for name, value in row.items()})
         self._file.flush()
 
     def __enter__(self) -> _Results:

@@ -33,7 +33,6 @@ RUNS: dict[str, tuple[str, tuple[str, ...], set[str]]] = {
     ),
     "scaling": ("--max-size 16KiB --max-tensors 20 --total 8KiB", (), {"stock zip"}),
     "threads": ("--size 4MiB", (), {"stock torch.save in a thread", "fastserial, in place"}),
-    "startup": ("", (), {"import fastserial, and install()"}),
     "overlap": (
         "--model tiny --tokens 16 --batch 1 --every 1 --saves 1 --only fastserial stock",
         (),
@@ -50,7 +49,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...], set[str]]] = {
         {"DCP", "fastserial"},
     ),
     "sweep": (f"{MATRIX} --op write", (), {"threads (default)"}),
-    "phases": ("--size 16MiB --tensors 12", (), {"pickle", "fsync", "rename", "directory sync"}),
+    "resume": ("--only mirror", ("fsspec",), {"Checkpointer, mirror"}),
 }
 
 
@@ -137,7 +136,7 @@ def test_what_cannot_be_measured(tmp_path: Path) -> None:
         "multiple of 4096": [*sweep, "--block-size", "1000"],
         "no I/O engine 'warp'": [*sweep, "--engine", "warp"],
         "no combination is left": [*sweep, "--threads", "6", "--queue-depth", "2"],
-        "something else": [*sweep, "--csv", str(table)],
+        "give another --csv": [*sweep, "--csv", str(table)],
         "expected a size": [*sweep, "--size", "much"],
         "create it first": [*sweep, "--json", "missing/out.json"],
         "smaller --size": ["dcp", "--folder", str(disk), "--size", "1000TB"],
@@ -154,9 +153,9 @@ def test_what_cannot_be_measured(tmp_path: Path) -> None:
 
 def test_all_of_them_go_into_one_file(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
-    words = ("--folder", tmp_path, "--short", "--results", target, "--only", "startup")
+    words = ("--folder", tmp_path, "--short", "--results", target, "--only", "threads")
     processes.python(SCRIPTS / "all.py", *words)
-    assert json.loads(target.read_text())["startup"]["command"].startswith("startup.py --folder")
+    assert json.loads(target.read_text())["threads"]["command"].startswith("threads.py --folder")
     again = processes.python(SCRIPTS / "all.py", *words)  # it goes on where it was
     assert again.out.split() == [str(target)]
 
