@@ -108,7 +108,7 @@ class Script:
             if not options.short:
                 say(f"about {self._takes}; --short ends within two minutes", err=True)
             console = new_console()
-            with progress(console) as show:
+            with progress() as show:
                 result = measure(options, show)
             result.show(console)
             result.write(options.json)

@@ -88,14 +88,14 @@ def _dcp(folder: Path, target: State | None) -> State:
 
 def _measure(options: argparse.Namespace, say: Say) -> Result:
     bench = LoadBench(
-        options.folder,
-        options.size,
-        options.tensors,
-        options.runs,
-        tuple(options.temperature or TEMPERATURES),
-        not options.no_fio,
-        options.gpu,
-        options.pause,
+        folder=options.folder,
+        nbytes=options.size,
+        tensors=options.tensors,
+        gpu=options.gpu,
+        runs=options.runs,
+        with_fio=not options.no_fio,
+        pause=options.pause,
+        temperatures=tuple(options.temperature or TEMPERATURES),
     )
     return run_load(bench, say, _peers)
 

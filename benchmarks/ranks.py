@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fastserial.bench import fio
 from fastserial.bench.measure import BenchError, Sample, measure
-from fastserial.bench.state import settle
+from fastserial.bench.state import chill, settle
 
 __all__ = [
     "WORKER",
@@ -221,12 +221,16 @@ def best_fio(
 
 
 def _best(path: Path, nbytes: int, jobs: int, pause: float) -> Any:
-    def once(settings: fio.FioSettings) -> Sample:
+    def write(settings: fio.FioSettings) -> Sample:
         path.unlink(missing_ok=True)
         settle(pause)
         return fio.run_fio(settings, path, nbytes, jobs)
 
+    def read(settings: fio.FioSettings) -> Sample:
+        chill([path])
+        return fio.read_file(settings, path, jobs)
+
     try:
-        return fio.best_write(once), fio.best_read(path, lambda text: None, jobs)
+        return fio.best(write), fio.best(read)
     finally:
         path.unlink(missing_ok=True)

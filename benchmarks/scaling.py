@@ -21,7 +21,7 @@ from peers import safetensors_row
 
 from fastserial.bench.measure import Sample
 from fastserial.bench.payload import mixed_state
-from fastserial.bench.rotation import Plan, Row, rotate, summarize
+from fastserial.bench.rotation import Row, rotate, summarize
 from fastserial.bench.state import check_memory, scratch
 from fastserial.bench.table import CHECKED, Column, Result, Table, number
 from fastserial.bench.torch_rows import fast, fast_row, stock_row
@@ -78,8 +78,8 @@ def _point(
     if importlib.util.find_spec("safetensors") is not None:
         rows.append(safetensors_row(state))
     runs = options.runs * (_QUICK_REPEATS if nbytes < _QUICK else 1)
-    plan = Plan(runs, pause=options.pause)
-    for row in summarize(rotate([_of_data(row, nbytes) for row in rows], folder, plan)):
+    rows = [_of_data(row, nbytes) for row in rows]
+    for row in summarize(rotate(rows, folder, runs, options.pause)):
         del row["group"]
         yield {**row, "x": x, "data_bytes": nbytes, "tensors": len(state)}
 

@@ -28,7 +28,7 @@ from fastserial.bench.measure import MB, BenchError, Sample, measure, parse_byte
 from fastserial.bench.rotation import Spread
 from fastserial.bench.state import check_memory, chill, scratch, settle
 from fastserial.bench.table import Column, Result, Table, number
-from fastserial.config import TRANSFERS, Config, parse_count
+from fastserial.config import TRANSFERS, Config, parse_size
 from fastserial.config.performance import KiB, MiB
 from fastserial.engines.gds.memory import missing
 from fastserial.errors import ConfigError, EngineUnavailableError
@@ -201,8 +201,8 @@ def _points(options: argparse.Namespace) -> list[_Point]:
         transfers,
         names,
         _values(options.block_size, parse_bytes, "--block-size"),
-        _values(options.queue_depth, parse_count, "--queue-depth"),
-        _values(options.threads, parse_count, "--threads"),
+        _values(options.queue_depth, parse_size, "--queue-depth"),
+        _values(options.threads, parse_size, "--threads"),
     )
     every = list(itertools.starmap(_Point, grid))
     for point in every:

@@ -14,6 +14,7 @@ from typing import Any
 from common import Say, Script
 from peers import peer_rows
 
+from fastserial.bench.rotation import DURABLE, LOOSE
 from fastserial.bench.save import SaveBench, run_save
 from fastserial.bench.table import Result
 from fastserial.bench.torch_rows import Format
@@ -54,19 +55,18 @@ def save_with_all(
         subject: what is saved instead, as for `run_save`.
     """
     bench = SaveBench(
-        options.folder,
-        nbytes,
+        folder=options.folder,
+        nbytes=nbytes,
         tensors=1,
         gpu=options.gpu,
         formats=_formats(options),
         runs=options.runs,
-        overwriting=False,
-        loose=not options.no_loose,
+        groups=(DURABLE,) if options.no_loose else (DURABLE, LOOSE),
         with_engines=not options.no_peers,
         with_fio=not options.no_fio,
         pause=options.pause,
     )
-    peers = partial(peer_rows, loose=bench.loose, io_buffer_mb=options.io_buffer_mb)
+    peers = partial(peer_rows, loose=not options.no_loose, io_buffer_mb=options.io_buffer_mb)
     return run_save(bench, say, None if options.no_peers else peers, name, subject)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -13,8 +14,9 @@ from fastserial import ConfigError, config
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in config._PARSERS:
-        monkeypatch.delenv(f"FASTSERIAL_{name.upper()}", raising=False)
+    for name in os.environ:
+        if name.startswith("FASTSERIAL_"):
+            monkeypatch.delenv(name)
     config.forget_installed()
     yield
     config.forget_installed()

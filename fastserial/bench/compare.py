@@ -31,12 +31,9 @@ def different_tensors(
     one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 ) -> list[str]:
     """Return the names of tensors that are missing on one side or differ in type or bits."""
-    names = [*one, *(name for name in other if name not in one)]
-    return [
-        name
-        for name in names
-        if name not in one or name not in other or not _same(one[name], other[name])
-    ]
+    mine, theirs = fingerprints(one), fingerprints(other)
+    names = dict.fromkeys([*mine, *theirs])
+    return [name for name in names if mine.get(name) != theirs.get(name)]
 
 
 def fingerprints(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -69,17 +66,7 @@ def unshared(state: object) -> dict[str, torch.Tensor]:
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    raw = _bytes_of(tensor)
+    # as bytes: a NaN equals itself then
+    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     data = (ctypes.c_char * len(raw)).from_address(raw.data_ptr()) if len(raw) else b""
     return hashlib.sha256(data).hexdigest()
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(_bytes_of(one), _bytes_of(other))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements as bytes: a NaN equals itself then."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,22 +26,22 @@ from typing import Any
 import torch
 
 from fastserial.bench import fio
+from fastserial.bench.bench import Bench
 from fastserial.bench.compare import fingerprints
 from fastserial.bench.measure import BenchError, Sample, measure
 from fastserial.bench.payload import check_gpu, mixed_state
-from fastserial.bench.rotation import COLD, Plan, Row, rotate, summarize
+from fastserial.bench.rotation import COLD, Row
 from fastserial.bench.state import check_memory, chill, fetch_free_memory, scratch, warm
-from fastserial.bench.table import MEASURED, Column, Result, Table, verdict
+from fastserial.bench.table import MEASURED, Column, Result, verdict
 from fastserial.bench.torch_rows import fast, stock, write
 from fastserial.checkpoints.load_into import load_into
 from fastserial.patching import load_hooks  # noqa: F401  (what the first load would import)
 from fastserial.reports import format_bytes, last_load_report
 
-__all__ = ["HOST", "TEMPERATURES", "LoadBench", "Reader", "run_load", "touch"]
+__all__ = ["TEMPERATURES", "LoadBench", "Reader", "run_load", "touch"]
 
-HOST = "cpu"  # where to load to, if not to a device
-WARM = "warm"
-TEMPERATURES = (COLD, WARM)
+_HOST = "cpu"  # where to load to, if not to a device
+TEMPERATURES = (COLD, "warm")
 _HEADROOM = 256 << 20
 _PAGE = 4096
 _FREE_BLOCKS = 2 << 30  # bytes, of which the kernel takes some: more than a small file needs
@@ -50,28 +50,15 @@ _STOCK = "stock zip"
 State = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadBench:
-    """What to measure.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadBench(Bench):
+    """What to load, and how to measure.
 
     Attributes:
-        folder: of the checkpoint; its disk is measured.
-        nbytes, tensors: of the state dict, about.
-        runs: rounds that count; one warm-up comes before.
         temperatures: those of `TEMPERATURES` to measure.
-        with_fio: compare cold loads with fio.
-        gpu: load to the CUDA device.
-        pause: seconds of rest between two runs.
     """
 
-    folder: Path
-    nbytes: int = 3 << 30
-    tensors: int = 300
-    runs: int = 5
     temperatures: tuple[str, ...] = TEMPERATURES
-    with_fio: bool = True
-    gpu: bool = False
-    pause: float = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,56 +107,41 @@ def run_load(
     """
     with fast():  # before minutes are spent on other rows
         pass
-    device = "cuda" if bench.gpu else HOST
     if bench.gpu:
         check_gpu(bench.nbytes)
     check_memory(3 * bench.nbytes)
-    missing: dict[str, str] = {}
     with scratch(bench.folder, 4 * bench.nbytes + _HEADROOM) as folder:
         say("making the data")
         state = mixed_state(bench.nbytes, bench.tensors)
-        readers, missing = peers(state, folder, device) if peers is not None else ([], {})
-        readers = [*_readers(state, folder, device), *readers]
+        readers, missing = peers(state, folder, bench.device) if peers is not None else ([], {})
+        readers = [*_readers(state, folder, bench.device), *readers]
         path = readers[0].paths[0]
-        best: fio.FioSettings | None = None
-        if not bench.with_fio:
-            missing[fio.READ] = "switched off (--no-fio)"
-        elif COLD in bench.temperatures:
-            try:
-                best = fio.best_read(path, say)
-            except BenchError as error:
-                missing[fio.READ] = str(error)
-        loads = _Loads(
+        saved = _Saved(
             folder=folder,
             nbytes=sum(tensor.nbytes for tensor in state.values()),
             shapes={name: (one.dtype, tuple(one.shape)) for name, one in state.items()},
-            expected=fingerprints(state),
-            device=device,
+            prints=fingerprints(state),
+            device=bench.device,
         )
         del state
-        rows = [loads.fio_row(best, path)] if best is not None else []
-        rows += [
-            loads.row(reader, temperature)
-            for temperature in bench.temperatures
-            for reader in readers
-        ]
-        measured = rotate(rows, folder, Plan(bench.runs, pause=bench.pause), say)
-    missing |= {one.row.name: one.problem for one in measured if one.problem is not None}
-    found = summarize(measured, f"{fio.READ}, {COLD}")
-    caption = (
-        f"{bench.tensors} tensors, {format_bytes(bench.nbytes)}{', to the GPU' * bench.gpu}; "
-        f"medians of {bench.runs} interleaved runs (least–greatest); ratios are of runs of the "
-        "same round; memory is the peak beyond the data"
-    )
-    settings = {**asdict(bench), "folder": str(bench.folder)}
-    table = Table(found, [*MEASURED, Column("equal", "equal", verdict)])
-    return Result("load", bench.folder, caption, settings, [table], missing)
+
+        def read_once(settings: fio.FioSettings) -> Sample:
+            say(f"looking for fio's best: {settings}")
+            chill([path])
+            return fio.read_file(settings, path)
+
+        best = bench.best_of_fio(read_once, missing) if COLD in bench.temperatures else None
+        rows = [_fio_row(saved, best, path)] if best is not None else []
+        rows += [_row(saved, one, at) for at in bench.temperatures for one in readers]
+        what = f"{bench.tensors} tensors, {format_bytes(bench.nbytes)}{', to the GPU' * bench.gpu}"
+        columns = [*MEASURED, Column("equal", "equal", verdict)]
+        return bench.run("load", what, rows, folder, missing, columns, say)
 
 
 def touch(state: State) -> State:
     """Read one byte of every page, as a program that uses the tensors would."""
     for tensor in state.values():
-        if tensor.numel() and tensor.device.type == HOST:
+        if tensor.numel() and tensor.device.type == _HOST:
             raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             raw[::_PAGE].sum()
     return state
@@ -184,12 +156,11 @@ def _readers(state: State, folder: Path, device: str) -> Iterator[Reader]:
     with stock():
         write(state, paths[0], "zip")
         write(state, paths[1], "legacy")
-    target_device = None if device == HOST else device
-    zip_, legacy = (partial(_load, path, target_device) for path in paths)
+    target = None if device == _HOST else device
+    zip_, legacy = (partial(_load, path, target) for path in paths)
+    mapped = partial(_mapped, paths[0], target)
     yield Reader(_STOCK, paths[:1], zip_, stock)
-    yield Reader(
-        f"{_STOCK}, mmap, touched", paths[:1], partial(_mapped, paths[0], target_device), stock
-    )
+    yield Reader(f"{_STOCK}, mmap, touched", paths[:1], mapped, stock)
     yield Reader("stock legacy", paths[1:], legacy, stock)
     yield Reader("fastserial zip", paths[:1], zip_, fast)
     yield Reader("fastserial zip, verified", paths[:1], zip_, partial(fast, verify_on_load=True))
@@ -197,13 +168,13 @@ def _readers(state: State, folder: Path, device: str) -> Iterator[Reader]:
     yield Reader("fastserial load_into", paths[:1], partial(_fill, paths[0]), fills=True)
 
 
-def _load(path: Path, target_device: str | None, _: State | None) -> State:
-    found: State = torch.load(path, map_location=target_device)
+def _load(path: Path, target: str | None, _: State | None) -> State:
+    found: State = torch.load(path, map_location=target)
     return found
 
 
-def _mapped(path: Path, target_device: str | None, _: State | None) -> State:
-    return touch(torch.load(path, map_location=target_device, mmap=True))
+def _mapped(path: Path, target: str | None, _: State | None) -> State:
+    return touch(torch.load(path, map_location=target, mmap=True))
 
 
 def _fill(path: Path, target: State | None) -> State:
@@ -216,62 +187,51 @@ def _fill(path: Path, target: State | None) -> State:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
-    """One load: how, the tensors that it fills, where to, and whether to look at the result."""
-
-    reader: Reader
-    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    device: str
-    compare: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Loads:
-    """Makes the rows of a checkpoint in a folder, which is loaded again and again."""
+class _Saved:
+    """A state dict in files of a folder: its size, its tensors, their fingerprints, where to."""
 
     folder: Path
     nbytes: int
     shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    expected: Mapping[str, str]
+    prints: Mapping[str, str]
     device: str
 
-    def row(self, reader: Reader, temperature: str) -> Row:
-        equal: list[bool] = []
-
-        def run(_: Path) -> Sample:
-            self._prepare(reader.paths, temperature)
-            task = _Task(reader, self.shapes, self.device, compare=not equal)
-            sample, found = _load_afresh(task)
-            if found is not None:
-                equal.append(found == self.expected)
-            extra = sample.extra_bytes
-            if extra is not None and not reader.fills and self.device == HOST:
-                extra -= self.nbytes  # beyond the data, whose memory was not there before
-            return replace(sample, nbytes=self.nbytes, extra_bytes=extra)
-
-        name, base = (f"{one}, {temperature}" for one in (reader.name, _STOCK))
-        return Row(name, temperature, run, base, check=lambda _: equal[0], optional=reader.is_peer)
-
-    def fio_row(self, settings: fio.FioSettings, path: Path) -> Row:
-        def run(_: Path) -> Sample:
-            self._prepare((), COLD)
-            return fio.read_file(settings, path)
-
-        return Row(f"{fio.READ}, {COLD}", COLD, run)
-
-    def _prepare(self, paths: tuple[Path, ...], temperature: str) -> None:
-        """Give every row the same state of memory and page cache.
-
-        Only the files that a warm row reads are in the page cache.
-        """
-        kept = () if temperature == COLD else paths
+    def prepare(self, paths: tuple[Path, ...]) -> None:
+        """Give every row the same state of memory and page cache: only its files are in that."""
         files = (path for path in self.folder.rglob("*") if path.is_file())
-        chill(path for path in files if path not in kept)
-        warm(kept)
+        chill(path for path in files if path not in paths)
+        warm(paths)
         fetch_free_memory(max(self.nbytes, min(16 * self.nbytes, _FREE_BLOCKS)))
 
 
-def _load_afresh(task: _Task) -> tuple[Sample, Mapping[str, str] | None]:
+def _row(saved: _Saved, reader: Reader, temperature: str) -> Row:
+    equal: list[bool] = []
+
+    def run(_: Path) -> Sample:
+        saved.prepare(() if temperature == COLD else reader.paths)
+        sample, found = _load_afresh(saved, reader, compare=not equal)
+        if found is not None:
+            equal.append(found == saved.prints)
+        extra = sample.extra_bytes
+        if extra is not None and not reader.fills and saved.device == _HOST:
+            extra -= saved.nbytes  # beyond the data, whose memory was not there before
+        return replace(sample, nbytes=saved.nbytes, extra_bytes=extra)
+
+    name, base = (f"{one}, {temperature}" for one in (reader.name, _STOCK))
+    return Row(name, temperature, run, base, check=lambda _: equal[0], optional=reader.is_peer)
+
+
+def _fio_row(saved: _Saved, settings: fio.FioSettings, path: Path) -> Row:
+    def run(_: Path) -> Sample:
+        saved.prepare(())
+        return fio.read_file(settings, path)
+
+    return Row(f"fio read, {COLD}", COLD, run)
+
+
+def _load_afresh(
+    saved: _Saved, reader: Reader, compare: bool
+) -> tuple[Sample, Mapping[str, str] | None]:
     """Load in a new process; return what that took, and the fingerprints of what it loaded.
 
     Raises:
@@ -281,45 +241,44 @@ def _load_afresh(task: _Task) -> tuple[Sample, Mapping[str, str] | None]:
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(1, context) as process:
         try:
-            return process.submit(_timed, task).result()
+            return process.submit(_timed, saved, reader, compare).result()
         except BrokenProcessPool as error:
-            raise BenchError(f"{task.reader.name}: its process died") from error
+            raise BenchError(f"{reader.name}: its process died") from error
         except Exception as error:
             why = "".join(traceback.format_exception_only(error)).strip()
-            raise BenchError(f"{task.reader.name}: {why}") from error
+            raise BenchError(f"{reader.name}: {why}") from error
 
 
 # -- in the new process --------------------------------------------------------------------------
 
 
-def _timed(task: _Task) -> tuple[Sample, Mapping[str, str] | None]:
+def _timed(saved: _Saved, reader: Reader, compare: bool) -> tuple[Sample, Mapping[str, str] | None]:
     gc.freeze()  # a collection would copy every page that is shared with the server
-    reader, device = task.reader, task.device
     for module in reader.modules:
         importlib.import_module(module)
-    _wait_for(device)  # its context begins here
+    _wait_for(saved.device)  # its context begins here
     target = None
     if reader.fills:
         target = {
-            name: torch.empty(shape, dtype=dtype, device=device).fill_(0)
-            for name, (dtype, shape) in task.shapes.items()
+            name: torch.empty(shape, dtype=dtype, device=saved.device).fill_(0)
+            for name, (dtype, shape) in saved.shapes.items()
         }
     kept: list[State] = []
 
     def load() -> None:
         kept.append(reader.load(target))
-        _wait_for(device)
+        _wait_for(saved.device)
 
     with reader.context():
         used = measure(load)
     report = last_load_report() if not reader.is_peer else None
     if report is not None:
         used = replace(used, latency=report.complete, fallback=report.fallback)
-    return used, fingerprints(kept[0]) if task.compare else None
+    return used, fingerprints(kept[0]) if compare else None
 
 
 def _wait_for(device: str) -> None:
     """Wait for all that a device has to do."""
-    if device != HOST:
+    if device != _HOST:
         wait: Any = torch.cuda.synchronize
         wait()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastserial import __version__
-from fastserial.diagnosis.folder import FolderFacts
 from fastserial.files.linux import meminfo
-from fastserial.printable import printable
-from fastserial.reports import format_bytes
 
-__all__ = ["describe_folder", "describe_machine", "this_machine"]
+__all__ = ["this_machine"]
 
 
 def this_machine() -> dict[str, Any]:
@@ -30,33 +28,9 @@ def this_machine() -> dict[str, Any]:
     }
 
 
-def describe_machine(found: dict[str, Any]) -> str:
-    """Return what `this_machine` found in one line."""
-    return (
-        f"{found['cpu']}, {found['cores']} cores, {format_bytes(found['memory_bytes'])} memory, "
-        f"{found['kernel']}, Python {found['python']}, torch {found['torch']}, "
-        f"fastserial {found['fastserial']}"
-    )
-
-
-def describe_folder(folder: FolderFacts) -> str:
-    """Return file system and device in one line."""
-    device = folder.device
-    words = [folder.file_system, f"on {device.name} {device.model}".rstrip() * bool(device.name)]
-    if device.backing_file:
-        words.append(f"(a loop device over {printable(device.backing_file)})")
-    direct = "no direct I/O" if folder.direct_problem or not folder.alignment else "direct I/O"
-    free = format_bytes(folder.free_bytes)
-    return f"{' '.join(filter(None, words))}, {free} free, {direct}"
-
-
 def _cpu() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                name, _, value = line.partition(":")
-                if name.strip() in ("model name", "Model", "cpu model"):
-                    return value.strip()
-    except OSError:
-        pass
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Model", "cpu model"):
+            return value.strip()
     return platform.processor() or platform.machine()

@@ -17,10 +17,10 @@ from fastserial.bench.state import settle
 __all__ = [
     "COLD",
     "DURABLE",
+    "GROUPS",
     "LOOSE",
     "OVERWRITE",
     "Measured",
-    "Plan",
     "Row",
     "Spread",
     "ratio",
@@ -32,6 +32,7 @@ __all__ = [
 DURABLE = "durable"
 OVERWRITE = "durable, overwriting"
 LOOSE = "not durable"
+GROUPS = (DURABLE, OVERWRITE, LOOSE)  # of saves
 COLD = "cold"
 _WITH_THE_DISK = (DURABLE, OVERWRITE, COLD)  # what fio does, too
 # One stem for all: the archive name, and with it the bytes of a zip, depends on it.
@@ -44,12 +45,12 @@ class Row:
 
     Attributes:
         name: what is measured.
-        group: rows with the same guarantee, which alone are compared.
+        group: rows with the same guarantee, which alone are compared. Those of `OVERWRITE` write
+            over the file that the last one of them left.
         run: writes a file or a directory at a path (or reads a file of its own) and returns what
             that took.
         stock: name of the row of stock torch that this one is compared with.
         same_bytes_as: name of a row above whose file this one's must equal.
-        overwrites: writes over the file that the last overwriting row left.
         check: reads back what was written and returns whether it equals what was to be written;
             for formats that are compared by their content, not by their bytes.
         optional: a `BenchError` in its first run leaves the row out; it does not end the run.
@@ -60,18 +61,8 @@ class Row:
     run: Callable[[Path], Sample]
     stock: str | None = None
     same_bytes_as: str | None = None
-    overwrites: bool = False
     check: Callable[[Path], bool] | None = None
     optional: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Rounds that count, warm-up rounds before them, and the pause before each run (seconds)."""
-
-    runs: int
-    warmups: int = 1
-    pause: float = 0.3
 
 
 @dataclass(slots=True)
@@ -94,30 +85,30 @@ class Measured:
 def rotate(
     rows: Sequence[Row],
     folder: Path,
-    plan: Plan,
+    runs: int,
+    pause: float = 0.3,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Measured]:
-    """Run all rows in turn, warm-ups first, and return their samples round by round.
+    """Run all rows in turn and return their samples of `runs` rounds, after one to warm up.
 
-    Before each run all dirty pages are written back. Each run writes a name that was never used
-    before, or overwrites, as the row says. Bytes and contents are compared in the first and in the
-    last round. `say` receives a text for each run.
+    Before each run all dirty pages are written back, and `pause` seconds pass. Each run writes a
+    name that was never used before, or overwrites, as its group says. Bytes and contents are
+    compared in the first and in the last round. `say` receives a text for each run.
     """
     measured = [Measured(row) for row in rows]
     wanted = {row.same_bytes_as for row in rows}
     digests: dict[str, str] = {}
-    rounds = plan.warmups + plan.runs
     overwritten = folder / f"{_STEM}.overwritten"
-    for turn in range(rounds):
-        counts = turn >= plan.warmups
-        label = f"round {turn - plan.warmups + 1}/{plan.runs}" if counts else "warm-up"
+    for turn in range(runs + 1):
+        label = f"round {turn}/{runs}" if turn else "warm-up"
         for index, one in enumerate(measured):
             row = one.row
             if one.problem is not None:
                 continue
             say(f"{label}: {row.name}")
-            path = overwritten if row.overwrites else folder / f"{_STEM}.{turn}-{index}"
-            settle(plan.pause)
+            overwrites = row.group == OVERWRITE
+            path = overwritten if overwrites else folder / f"{_STEM}.{turn}-{index}"
+            settle(pause)
             try:
                 sample = row.run(path)
             except BenchError as error:
@@ -125,16 +116,16 @@ def rotate(
                     raise
                 one.problem = str(error)
                 continue
-            if counts:
+            if turn:
                 one.samples.append(sample)
             if turn == 0 and row.name in wanted:
                 digests[row.name] = digest(path)
-            if row.same_bytes_as in digests and turn in (0, rounds - 1):
+            if row.same_bytes_as in digests and turn in (0, runs):
                 same = digest(path) == digests[row.same_bytes_as]
                 one.identical = same and one.identical is not False
-            if row.check is not None and turn in (0, rounds - 1):
+            if row.check is not None and turn in (0, runs):
                 one.equal = row.check(path) and one.equal is not False
-            if not row.overwrites:
+            if not overwrites:
                 _remove(path)
     overwritten.unlink(missing_ok=True)
     return measured
@@ -180,7 +171,7 @@ def ratio(
     return Spread.of(theirs / mine * scale for mine, theirs in pairs)
 
 
-def summarize(measured: Sequence[Measured], fio: str = "") -> list[dict[str, Any]]:
+def summarize(measured: Sequence[Measured], fio: str | None = None) -> list[dict[str, Any]]:
     """Return what a table shows of each row that ran.
 
     Args:
@@ -190,12 +181,11 @@ def summarize(measured: Sequence[Measured], fio: str = "") -> list[dict[str, Any
     Returns:
         `name`, `group`, `bytes` (of the file), `seconds`, `bytes_per_second`, `to_fio` (None for
         rows that promise less), `to_stock` (1 for stock itself), `cpu_seconds_per_gb`,
-        `extra_bytes` (highest peak), `latency_..._seconds` of the single requests in the run with
-        the median time, `identical`, `equal`, `fallback`, and `runs`: each of them.
+        `extra_bytes` (highest peak), `identical`, `equal`, `fallback`, and `runs`: each of them.
     """
     samples = {one.row.name: one.samples for one in measured if one.samples}
     bases = {one.row.stock for one in measured}
-    yardstick = samples.get(fio)
+    yardstick = samples.get(fio or "")
 
     def to(base: Sequence[Sample] | None, mine: Sequence[Sample]) -> Spread | None:
         if base is None:
@@ -207,9 +197,7 @@ def summarize(measured: Sequence[Measured], fio: str = "") -> list[dict[str, Any
     for one in (one for one in measured if one.samples):
         row, mine = one.row, one.samples
         stock = samples.get((row.name if row.name in bases else row.stock) or "")
-        middle = sorted(mine, key=lambda run: run.seconds)[len(mine) // 2]
         peaks = [run.extra_bytes for run in mine if run.extra_bytes is not None]
-        latency = middle.latency if middle.latency is not None and middle.latency.count else None
         rows.append(
             {
                 "name": row.name,
@@ -221,9 +209,6 @@ def summarize(measured: Sequence[Measured], fio: str = "") -> list[dict[str, Any
                 "to_stock": to(stock, mine),
                 "cpu_seconds_per_gb": Spread.of(run.cpu_seconds / run.nbytes * GB for run in mine),
                 "extra_bytes": max(peaks, default=None),
-                "latency_p50_seconds": latency and latency.p50,
-                "latency_p95_seconds": latency and latency.p95,
-                "latency_p99_seconds": latency and latency.p99,
                 "identical": one.identical,
                 "equal": one.equal,
                 "fallback": next((run.fallback for run in mine if run.fallback), None),

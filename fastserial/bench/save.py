@@ -1,4 +1,4 @@
-"""`fastserial bench save`: one checkpoint, stock torch, fastserial and its engines, and fio.
+"""`fastserial bench save` and `demo`: one checkpoint, saved by stock torch, fastserial and fio.
 
 Timed is the whole call, in the durable rows with the fsync of file and directory: fastserial's own,
 or one added to the others. fio writes a new file of the same size, its final fsync included.
@@ -8,62 +8,49 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastserial.bench import fio
+from fastserial.bench.bench import Bench
 from fastserial.bench.compare import tensors_of, unshared
-from fastserial.bench.measure import BenchError, Sample
+from fastserial.bench.measure import Sample
 from fastserial.bench.payload import mixed_state
-from fastserial.bench.rotation import DURABLE, Plan, Row, rotate, summarize
-from fastserial.bench.state import scratch, settle
-from fastserial.bench.table import CHECKED, MEASURED, Result, Table
+from fastserial.bench.rotation import DURABLE, GROUPS, Row
+from fastserial.bench.state import check_memory, scratch, settle
+from fastserial.bench.table import CHECKED, MEASURED, Result
 from fastserial.bench.torch_rows import Format, engine_rows, fast, torch_rows
 from fastserial.reports import format_bytes
 
-__all__ = ["SaveBench", "run_save"]
+__all__ = ["SaveBench", "run_demo", "run_save"]
 
 _HEADROOM = 256 << 20
 _STEADY = 2.0  # slowest run over the fastest
 Others = Callable[[object, Sequence[Format]], tuple[list[Row], dict[str, str]]]
 
 
-@dataclass(frozen=True, slots=True)
-class SaveBench:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveBench(Bench):
     """What to save, and how to measure.
 
     Attributes:
-        folder: where to write; its disk is what is measured.
-        nbytes, tensors: of a state dict of mixed sizes.
-        gpu: tensors on the CUDA device.
         formats: torch's containers to save.
-        runs: rounds that count; one warm-up comes before.
-        overwriting, loose: also over an existing file; also without waiting for the disk.
+        groups: of the rows (`fastserial.bench.rotation`).
         with_engines: also the engines that are not in use.
-        with_fio: compare with fio.
-        pause: seconds of rest between two runs.
     """
 
-    folder: Path
-    nbytes: int = 3 << 30
-    tensors: int = 300
-    gpu: bool = False
     formats: tuple[Format, ...] = ("zip", "legacy")
-    runs: int = 5
-    overwriting: bool = True
-    loose: bool = True
+    groups: tuple[str, ...] = GROUPS
     with_engines: bool = True
-    with_fio: bool = True
-    pause: float = 0.3
 
 
 def run_save(
     bench: SaveBench,
     say: Callable[[str], None] = lambda text: None,
     others: Others | None = None,
-    benchmark: str = "save",
+    name: str = "save",
     subject: tuple[str, Callable[[], dict[str, Any]]] | None = None,
 ) -> Result:
     """Run the benchmark.
@@ -72,7 +59,7 @@ def run_save(
         bench: what to save, and how to measure.
         say: receives a text for each step.
         others: makes more rows of the state and the containers, and says why some are not there.
-        benchmark: its name.
+        name: of the benchmark.
         subject: what is saved instead of mixed sizes: its name, and what makes it.
 
     Raises:
@@ -83,60 +70,65 @@ def run_save(
     with fast(), scratch(bench.folder, 0):  # before minutes are spent on other rows
         pass
     say("making the data")
-    device = "cuda" if bench.gpu else "cpu"
-    what, make_state = subject or (
-        "mixed sizes",
-        partial(mixed_state, bench.nbytes, bench.tensors, device),
-    )
+    mixed = partial(mixed_state, bench.nbytes, bench.tensors, bench.device)
+    what, make_state = subject or ("mixed sizes", mixed)
     state = make_state()
     nbytes = sum(tensor.nbytes for tensor in unshared(state).values())
-    rows = torch_rows(state, bench.formats, overwriting=bench.overwriting, loose=bench.loose)
+    rows = torch_rows(state, bench.formats, bench.groups)
     missing: dict[str, str] = {}
     for make in ([engine_rows] if bench.with_engines else []) + ([others] if others else []):
         more, absent = make(state, bench.formats)
         rows += more
         missing |= absent
+    what += f"{', on the GPU' * bench.gpu}: {len(tensors_of(state)):,} tensors, "
+    what += format_bytes(nbytes)
     with scratch(bench.folder, 2 * nbytes + _HEADROOM) as folder:
-        best = _best_of_fio(bench, folder / "fio", nbytes, missing, say)
+
+        def write_once(settings: fio.FioSettings) -> Sample:
+            say(f"looking for fio's best: {settings}")
+            settle(bench.pause)
+            path = folder / "fio"
+            try:
+                return fio.run_fio(settings, path, nbytes)
+            finally:
+                path.unlink(missing_ok=True)
+
+        best = bench.best_of_fio(write_once, missing)
         if best is not None:
-            rows = [fio.fio_row(best, nbytes), *rows]
-        found = summarize(rotate(rows, folder, Plan(bench.runs, pause=bench.pause), say), str(best))
-    caption = (
-        f"{what}{', on the GPU' * bench.gpu}: {len(tensors_of(state)):,} tensors, "
-        f"{format_bytes(nbytes)}; medians of {bench.runs} interleaved runs (least–greatest); "
-        "ratios are of runs of the same round"
+            run = partial(fio.run_fio, best, nbytes=nbytes)
+            rows = [Row(str(best), DURABLE, run), *rows]
+        result = bench.run(name, what, rows, folder, missing, [*MEASURED, *CHECKED], say)
+    result.notes = _unsteady(result.tables[0].rows)
+    return result
+
+
+def run_demo(
+    folder: Path, nbytes: int, runs: int, say: Callable[[str], None] = lambda text: None
+) -> Result:
+    """Save a state dict of about `nbytes` bytes both ways; every save includes its fsync.
+
+    Raises:
+        BenchError: there is too little memory or disk.
+        PatchError: the installed torch cannot be patched.
+        WriteError: a save failed.
+    """
+    check_memory(2 * nbytes)
+    bench = SaveBench(
+        folder=folder,
+        nbytes=nbytes,
+        runs=runs,
+        groups=(DURABLE,),
+        with_engines=False,
+        with_fio=False,
     )
-    settings = {**asdict(bench), "folder": str(bench.folder), "subject": what}
-    table = Table(found, [*MEASURED, *CHECKED])
-    return Result(benchmark, bench.folder, caption, settings, [table], missing, _unsteady(found))
-
-
-def _best_of_fio(
-    bench: SaveBench,
-    path: Path,
-    nbytes: int,
-    missing: dict[str, str],
-    say: Callable[[str], None],
-) -> fio.FioSettings | None:
-    """Return the settings with which fio is fastest; None, and why in `missing`, without fio."""
-
-    def once(settings: fio.FioSettings) -> Sample:
-        say(f"looking for fio's best: {settings}")
-        settle(bench.pause)
-        try:
-            return fio.run_fio(settings, path, nbytes)
-        finally:
-            path.unlink(missing_ok=True)
-
-    try:
-        if not bench.with_fio:
-            raise BenchError("switched off (--no-fio)")
-        if not fio.installed():
-            raise BenchError(fio.NOT_INSTALLED)
-        return fio.best_write(once)
-    except BenchError as error:
-        missing["fio"] = str(error)
-        return None
+    found = run_save(bench, say, name="demo")
+    rows = {row["name"]: row for row in found.tables[0].rows}
+    found.missing = {}
+    found.notes = [  # lines that are easy to find, also for a program
+        f"{container}: identical: {'yes' if rows[f'fastserial {container}']['identical'] else 'no'}"
+        for container in bench.formats
+    ]
+    return found
 
 
 def _unsteady(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -181,10 +181,9 @@ def fetch_free_memory(nbytes: int) -> None:
     if not nbytes:
         return
     for advice in (mmap.MADV_NORMAL, mmap.MADV_HUGEPAGE):
-        with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            try:
-                memory.madvise(advice)
-                memory.madvise(_MADV_POPULATE_WRITE)
-            except OSError:  # an older kernel, or one without huge pages
-                for start in range(0, nbytes, mmap.PAGESIZE):
-                    memory[start] = 1
+        with (
+            mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory,
+            contextlib.suppress(OSError),  # an older kernel, or one without huge pages
+        ):
+            memory.madvise(advice)
+            memory.madvise(_MADV_POPULATE_WRITE)

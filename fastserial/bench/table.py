@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
+from fastserial.bench.machine import this_machine
 from fastserial.bench.measure import MB, BenchError
 from fastserial.bench.rotation import Spread
-from fastserial.console import say
+from fastserial.config import current
+from fastserial.diagnosis.folder import probe_folder
 from fastserial.reports import format_bytes
 
 if TYPE_CHECKING:
@@ -44,7 +46,6 @@ __all__ = [
 ]
 
 UNKNOWN = "–"
-_SILENCE = 20.0  # seconds
 Row = Mapping[str, Any]
 
 
@@ -181,11 +182,18 @@ class Result:
 
     def where(self) -> list[str]:
         """Return machine, folder, and what was measured, line by line."""
-        from fastserial.bench.machine import describe_folder, describe_machine, this_machine
-        from fastserial.diagnosis.folder import probe_folder
-
-        lines = describe_machine(this_machine()), describe_folder(probe_folder(self.folder))
-        return [*lines, self.caption]
+        machine, folder = this_machine(), probe_folder(self.folder)
+        versions = ", ".join(
+            f"{name} {machine[name]}" for name in ("python", "torch", "fastserial")
+        )
+        disk = f"{folder.device.name} {folder.device.model} {folder.device.backing_file}".strip()
+        processor = f"{machine['cpu']}, {machine['cores']} cores"
+        memory = f"{size(machine['memory_bytes'])} memory"
+        return [
+            f"{processor}, {memory}, {machine['kernel']}, {versions}",
+            f"{folder.file_system} on {disk or 'no block device'}, {size(folder.free_bytes)} free",
+            self.caption,
+        ]
 
     def show(self, console: Console) -> None:
         """Print where it ran, what is missing, the tables, and the notes."""
@@ -196,7 +204,7 @@ class Result:
         for text in self.where():
             line(text)
         line("fastserial: " + ", ".join(f"{name}={value}" for name, value in _options().items()))
-        for name, why in sorted(self.missing.items(), key=lambda one: not one[0].startswith("fio")):
+        for name, why in self.missing.items():
             line(f"without {name}: {why}")
         for table in self.tables:
             console.print(table.as_rich())
@@ -207,9 +215,6 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain values: sizes in bytes, times in seconds."""
-        from fastserial.bench.machine import this_machine
-        from fastserial.diagnosis.folder import probe_folder
-
         return {
             "benchmark": self.benchmark,
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -242,8 +247,6 @@ def _plain(value: Any) -> Any:
 
 def _options() -> dict[str, Any]:
     """Return fastserial's options in force that are text or numbers; the rest get reports."""
-    from fastserial.config import current
-
     values = dataclasses.asdict(current())
     return {name: one for name, one in values.items() if isinstance(one, str | int | float)}
 
@@ -252,37 +255,20 @@ def check_files(*paths: Path | None) -> None:
     """Check before measuring that these files can be written after it.
 
     Raises:
-        BenchError: its folder is missing, or it cannot be written.
+        BenchError: one cannot be.
     """
     for path in filter(None, paths):
-        if not path.parent.is_dir():
-            raise BenchError(f"{path.parent} is not a directory; create it first")
-        if path.is_dir():
-            raise BenchError(f"{path} is a directory: give the name of a file")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise BenchError(f"{path} cannot be written: look at owner and mode, or give another")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise BenchError(
+                f"{path} cannot be written: give the name of a file in a folder that is there "
+                "(or create it first) and that you may write to"
+            )
 
 
 @contextmanager
-def progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yield what shows a line of text: what is being measured now.
-
-    On a terminal it replaces the line before. Elsewhere standard error gets one from time to time.
-    """
+def progress() -> Iterator[Callable[[str], None]]:
+    """Yield what shows on a terminal what is being measured now."""
     from rich.console import Console
 
-    terminals = (one for one in (console, Console(stderr=True)) if one.is_terminal)
-    terminal = next(terminals, None)
-    if terminal is not None:
-        with terminal.status("") as status:
-            yield lambda text: status.update(escape(text))
-        return
-    shown = time.monotonic()
-
-    def show(text: str) -> None:
-        nonlocal shown
-        if time.monotonic() - shown >= _SILENCE:
-            shown = time.monotonic()
-            say(text, err=True)
-
-    yield show
+    with Console(stderr=True).status("") as status:
+        yield lambda text: status.update(escape(text))

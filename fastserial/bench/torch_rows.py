@@ -16,7 +16,7 @@ import fastserial
 from fastserial import config, engines
 from fastserial.bench.compare import different_tensors, tensors_of
 from fastserial.bench.measure import BenchError, Sample, measure
-from fastserial.bench.rotation import DURABLE, LOOSE, OVERWRITE, Row
+from fastserial.bench.rotation import DURABLE, LOOSE, Row
 
 __all__ = [
     "Format",
@@ -32,11 +32,6 @@ __all__ = [
 ]
 
 Format = Literal["zip", "legacy"]
-_ENDINGS = {
-    DURABLE: "",
-    OVERWRITE: ", overwriting",
-    LOOSE: ", not durable",
-}
 
 
 @contextlib.contextmanager
@@ -90,71 +85,46 @@ def zip_holds(state: object, path: Path) -> bool:
     return not different_tensors(tensors_of(state), tensors_of(found))
 
 
-def stock_row(
-    state: object, container: Format, *, durable: bool = True, overwrites: bool = False
-) -> Row:
+def stock_row(state: object, container: Format, group: str = DURABLE) -> Row:
     """Return a row of stock torch. Timed: the call; if durable, the fsync of file and folder."""
 
     def run(path: Path) -> Sample:
         def call() -> None:
             write(state, path, container)
-            if durable:
+            if group != LOOSE:
                 sync(path)
 
         with stock():
             used = measure(call)
         return replace(used, nbytes=path.stat().st_size)
 
-    group = _group(durable, overwrites)
     check = partial(zip_holds, state) if container == "zip" else None
-    return Row(
-        f"stock {container}{_ENDINGS[group]}", group, run, overwrites=overwrites, check=check
-    )
+    return Row(_name("stock", container, group), group, run, check=check)
 
 
 def fast_row(
-    state: object,
-    container: Format,
-    *,
-    durable: bool = True,
-    overwrites: bool = False,
-    engine: str | None = None,
+    state: object, container: Format, group: str = DURABLE, engine: str | None = None
 ) -> Row:
     """Return a row of torch with fastserial installed. Timed: the call."""
     options = {} if engine is None else {"engine": engine}
 
     def run(path: Path) -> Sample:
-        with fast(durable=durable, **options):
+        with fast(durable=group != LOOSE, **options):
             used = measure(lambda: write(state, path, container))
             report = fastserial.last_save_report()
         if report is None or report.path != str(path):
             raise BenchError(f"stock torch wrote {path}, not fastserial")
         return replace(used, nbytes=report.bytes, latency=report.complete, fallback=report.fallback)
 
-    group = _group(durable, overwrites)
-    name = f"fastserial {container}{_ENDINGS[group]}{f', engine {engine}' if engine else ''}"
-    same, stocks = f"stock {container}", f"stock {container}{_ENDINGS[group]}"
-    return Row(name, group, run, stocks, same, overwrites)
+    name = _name("fastserial", container, group) + (f", engine {engine}" if engine else "")
+    return Row(name, group, run, _name("stock", container, group), f"stock {container}")
 
 
-def torch_rows(
-    state: object,
-    formats: Sequence[Format],
-    *,
-    overwriting: bool = False,
-    loose: bool = True,
-) -> list[Row]:
-    """Return the rows of torch; those of stock precede what is compared with them.
-
-    Args:
-        overwriting: add rows that save over an existing file.
-        loose: add rows that are not durable.
-    """
-    kinds: list[dict[str, bool]] = [{}]
-    kinds += [{"overwrites": True}] * overwriting + [{"durable": False}] * loose
+def torch_rows(state: object, formats: Sequence[Format], groups: Sequence[str]) -> list[Row]:
+    """Return the rows of torch; those of stock precede what is compared with them."""
     return [
-        make(state, container, **kind)
-        for kind in kinds
+        make(state, container, group)
+        for group in groups
         for make in (stock_row, fast_row)
         for container in formats
     ]
@@ -174,7 +144,5 @@ def engine_rows(state: object, formats: Sequence[Format]) -> tuple[list[Row], di
     return rows, missing
 
 
-def _group(durable: bool, overwrites: bool) -> str:
-    if not durable:
-        return LOOSE
-    return OVERWRITE if overwrites else DURABLE
+def _name(writer: str, container: Format, group: str) -> str:
+    return f"{writer} {container}{group.removeprefix(DURABLE) if group != LOOSE else f', {LOOSE}'}"

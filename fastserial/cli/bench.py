@@ -65,19 +65,20 @@ def save(
     from FASTSERIAL_* variables. Exit status 1 if a file differs from stock torch's.
     """
     from fastserial.bench.measure import parse_bytes
+    from fastserial.bench.rotation import GROUPS, LOOSE, OVERWRITE
     from fastserial.bench.save import SaveBench, run_save
 
+    left_out = {OVERWRITE: not overwrite, LOOSE: not loose}
     bench = SaveBench(
-        folder,
-        parse_bytes(size),
-        tensors,
+        folder=folder,
+        nbytes=parse_bytes(size),
+        tensors=tensors,
         gpu=gpu,
-        formats=tuple(container.value for container in dict.fromkeys(formats or TorchFormat)),
         runs=runs,
-        overwriting=overwrite,
-        loose=loose,
-        with_engines=engines,
         with_fio=with_fio,
+        formats=tuple(container.value for container in dict.fromkeys(formats or TorchFormat)),
+        groups=tuple(group for group in GROUPS if not left_out.get(group)),
+        with_engines=engines,
     )
     _run(lambda say: run_save(bench, say), json_file)
 
@@ -103,8 +104,15 @@ def load(
     from fastserial.bench.load import LoadBench, run_load
     from fastserial.bench.measure import parse_bytes
 
-    chosen = tuple(one.value for one in dict.fromkeys(temperature or Temperature))
-    bench = LoadBench(folder, parse_bytes(size), tensors, runs, chosen, with_fio, gpu)
+    bench = LoadBench(
+        folder=folder,
+        nbytes=parse_bytes(size),
+        tensors=tensors,
+        gpu=gpu,
+        runs=runs,
+        with_fio=with_fio,
+        temperatures=tuple(one.value for one in dict.fromkeys(temperature or Temperature)),
+    )
     _run(lambda say: run_load(bench, say), json_file)
 
 
@@ -112,13 +120,13 @@ def demo(
     folder: Annotated[
         Path, typer.Option(help="The folder to write to; it needs about twice the size.")
     ],
-    size: Annotated[str, typer.Option(help="Approximate size of the model.")] = "1GB",
+    size: Annotated[str, typer.Option(help="Approximate size of the checkpoint.")] = "1GB",
     runs: Annotated[int, typer.Option(min=1, help="Saves of each kind.")] = 3,
     crash: Annotated[
         bool, typer.Option("--crash", help="Instead: kill saving processes, and load what is left.")
     ] = False,
 ) -> None:
-    """Save a transformer with stock torch and with fastserial, and compare the files.
+    """Save a checkpoint with stock torch and with fastserial, and compare the files.
 
     Exit status 1 if a file differs, or if a kill left none that loads where fastserial saved.
     """
@@ -127,7 +135,7 @@ def demo(
     nbytes = parse_bytes(size)
     if crash:
         _crash(folder, nbytes, runs)
-    from fastserial.bench.demo import run_demo
+    from fastserial.bench.save import run_demo
 
     _run(lambda say: run_demo(folder, nbytes, runs, say))
 
@@ -138,8 +146,7 @@ def _crash(folder: Path, nbytes: int, runs: int) -> NoReturn:
     from fastserial.bench.table import progress
     from fastserial.console import new_console, print_table
 
-    console = new_console()
-    with progress(console) as say:
+    with progress() as say:
         found = run_crash(folder, nbytes, runs, say)
     rows = [
         (one.name, one.old, one.new, one.errors.total(), "; ".join(one.errors) or "-")
@@ -147,7 +154,7 @@ def _crash(folder: Path, nbytes: int, runs: int) -> NoReturn:
     ]
     columns = ("saved with", "old checkpoint", "new one", "nothing", "what torch.load says")
     title = f"A process was killed (SIGKILL) during a save over a checkpoint, {runs} times each"
-    print_table(console, title, columns, rows)
+    print_table(new_console(), title, columns, rows)
     raise typer.Exit(1 if found[-1].errors else 0)
 
 
@@ -160,9 +167,8 @@ def _run(
     from fastserial.console import new_console
 
     check_files(json_file)
-    console = new_console()
-    with progress(console) as say:
+    with progress() as say:
         result = measure(say)
-    result.show(console)
+    result.show(new_console())
     result.write(json_file)
     raise typer.Exit(0 if result.right else 1)

@@ -9,22 +9,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
-import threading
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, get_args
 
-from fastserial.config.performance import (
-    BLOCK_SIZE,
-    PAGE,
-    QUEUE_DEPTH,
-    SMALL_FILE,
-    THREADS,
-    KiB,
-    MiB,
-)
+from fastserial.config.performance import BLOCK_SIZE, PAGE, QUEUE_DEPTH, SMALL_FILE, THREADS, MiB
 from fastserial.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +24,6 @@ if TYPE_CHECKING:
     from fastserial.reports import LoadReport, SaveReport
 
 MAX_BLOCK = 1024 * MiB
-SUMMARY = "FASTSERIAL_SUMMARY"  # no option: see `fastserial.diagnosis.totals`
 
 Direct = Literal["auto"] | bool
 Cache = Literal["auto", "keep", "drop"]
@@ -40,15 +31,7 @@ Compare = Literal["sampled", "all"]
 Transfer = Literal[
     "auto", "gds", "cpu", "cpu_gpu", "cpu_async_gpu", "cpu_cached_gpu", "gpu_async", "gpu_batch"
 ]
-
-_SIZES = ("block_size", "small_file")
-_COUNTS = ("queue_depth", "threads")
-_WORDS: dict[str, tuple[str, ...]] = {
-    "cache": get_args(Cache),
-    "compare": get_args(Compare),
-    "transfer": get_args(Transfer),
-}
-TRANSFERS = _WORDS["transfer"][1:]  # as gdsio numbers them, from 0 on (`-x`)
+TRANSFERS = get_args(Transfer)[1:]  # as gdsio numbers them, from 0 on (`-x`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,233 +98,133 @@ class Config:
     transfer: Transfer = "auto"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.engine, str) and not callable(self.engine):
-            raise ConfigError(f"engine must be a name or a function, not {self.engine!r}")
-        if self.engine == "null":
-            raise ConfigError(
-                "engine 'null' writes no data; it is for the benchmark alone. Take it out of "
-                "the options and of FASTSERIAL_ENGINE"
-            )
-        for name in (*_SIZES, *_COUNTS):
-            if not isinstance(getattr(self, name), SupportsIndex):
-                raise ConfigError(f"{name} must be a whole number, not {getattr(self, name)!r}")
-        for name in _SWITCHES:
-            if getattr(self, name) not in (True, False):
-                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        for name, words in _WORDS.items():
-            if getattr(self, name) not in words:
-                known = ", ".join(words)
-                raise ConfigError(f"{name} must be one of {known}, not {getattr(self, name)!r}")
-        if not PAGE <= self.block_size <= MAX_BLOCK or self.block_size % PAGE:
-            raise ConfigError(
-                f"block_size must be a multiple of {PAGE} bytes up to {MAX_BLOCK}, "
-                f"not {self.block_size}"
-            )
-        for name in _COUNTS:
-            if not 1 <= getattr(self, name) <= 1024:
-                raise ConfigError(f"{name} must be from 1 to 1024, not {getattr(self, name)}")
-        if self.small_file < 0:
-            raise ConfigError(f"small_file must not be negative, not {self.small_file}")
-        if self.direct not in ("auto", True, False):
-            raise ConfigError(f'direct must be "auto", True or False, not {self.direct!r}')
+        for field in fields(self):
+            _check(field.name, getattr(self, field.name))
 
     @property
     def never_direct(self) -> bool:
         """Whether every file goes through the page cache."""
         return self.direct is False or self.transfer == "cpu_cached_gpu"
 
-    @staticmethod
-    def resolve(values: Mapping[str, Any] | None = None) -> Config:
-        """Return the `Config` of options that were `chosen`; by default those in force here.
 
-        Raises:
-            ConfigError: an option or environment variable has an impossible value.
-        """
-        global _resolved
-        if values is None:
-            values = chosen()
-        if not values:
-            return _DEFAULT
-        known, config = _resolved  # the same options come again and again
-        if known != values:
-            config = replace(_DEFAULT, **values)
-            _resolved = (dict(values), config)
-        return config
+# -- the values of each option -------------------------------------------------------------------
 
-
-_NAMES = frozenset(f.name for f in fields(Config))
-_SWITCHES = tuple(f.name for f in fields(Config) if f.type == "bool")
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
-_UNITS = {
-    "": 1,
-    **{f"{unit}{end}": KiB**n for n, unit in enumerate("kmgt", 1) for end in ("", "ib")},
-}
-
-_NOTHING: Mapping[str, Any] = {}
-_installed: Mapping[str, Any] = _NOTHING
-_scoped: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar(
-    "fastserial_options", default=None
+_BOOLEANS = (
+    "durable",
+    "preallocate",
+    "progress",
+    "verify_on_load",
+    "fast_unpickler",
+    "safetensors",
 )
-_lock = threading.RLock()  # a signal handler may come while its thread holds it
-_names_checked = False
-_NEAR = 0.7  # of a variable's name that is right, for `difflib`
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "direct": ("auto", True, False),
+    "cache": get_args(Cache),
+    "compare": get_args(Compare),
+    "transfer": get_args(Transfer),
+    **dict.fromkeys(_BOOLEANS, (True, False)),
+}
+_RANGES = {
+    "block_size": range(PAGE, MAX_BLOCK + 1, PAGE),
+    "queue_depth": range(1, 1025),
+    "threads": range(1, 1025),
+    "small_file": range(sys.maxsize),
+}
+_TRUTH = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+_UNITS = {f"{unit}{end}": 1024**n for n, unit in enumerate("kmgt", 1) for end in ("", "ib")}
+_PREFIX = "FASTSERIAL_"
+# In bytes, as the dictionary behind `os.environ` has them.
+_VARIABLES = {os.fsencode(_PREFIX + name.upper()): name for name in ("engine", *_CHOICES, *_RANGES)}
 
 
-def parse_bool(text: str) -> bool:
-    """Return the truth value of an environment variable's text."""
-    low = text.strip().lower()
-    if low in _TRUE:
-        return True
-    if low in _FALSE:
-        return False
-    raise ConfigError(f"expected a yes/no value (1, 0, true, false, on, off), not {text!r}")
+def _check(name: str, value: Any) -> None:
+    """Raise `ConfigError` if an option cannot have a value."""
+    if name in _CHOICES:
+        if value in _CHOICES[name]:
+            return
+        expected = f"one of {', '.join(map(str, _CHOICES[name]))}"
+    elif name in _RANGES:
+        allowed = _RANGES[name]
+        if isinstance(value, SupportsIndex) and index(value) in allowed:
+            return
+        kind = "whole number" if allowed.step == 1 else f"multiple of {allowed.step}"
+        expected = f"a {kind} from {allowed.start} to {allowed[-1]}"
+    elif name == "engine" and not isinstance(value, str) and not callable(value):
+        expected = "a name or a function"
+    elif name == "engine" and value == "null":
+        raise ConfigError(
+            "engine 'null' writes no data; it is for the benchmark alone. Take it out of "
+            "the options and of FASTSERIAL_ENGINE"
+        )
+    else:
+        return
+    raise ConfigError(f"{name} must be {expected}, not {value!r}")
+
+
+def _parse(name: str, text: str) -> Any:
+    """Return the value that the text of a variable gives to an option."""
+    word = text.strip().lower()
+    if name == "engine":
+        value: Any = text.strip()
+    elif name in _RANGES:
+        value = parse_size(word)
+    else:
+        value = word if word in _CHOICES[name] else _TRUTH.get(word, word)
+    _check(name, value)
+    return value
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that `"8MiB"`, `"64k"` or `"4096"` stand for (binary units)."""
+    """Return the bytes that `"8MiB"`, `"64k"` or `"4096"` stand for (binary units).
+
+    Raises:
+        ConfigError: it is not a size.
+    """
     low = text.strip().lower()
     digits = low.rstrip("abcdefghijklmnopqrstuvwxyz ")
     unit = low[len(digits) :].strip()
     try:
-        return int(float(digits) * _UNITS[unit])
+        return int(float(digits) * (_UNITS[unit] if unit else 1))
     except (ValueError, KeyError, OverflowError):
         raise ConfigError(f"expected a size such as 8MiB, 64k or 4096, not {text!r}") from None
 
 
-def _parse_direct(text: str) -> Direct:
-    return "auto" if text.strip().lower() == "auto" else parse_bool(text)
+# -- where the values come from ------------------------------------------------------------------
 
-
-def _parse_word(words: Sequence[str], text: str) -> str:
-    word = text.strip().lower()
-    if word not in words:
-        raise ConfigError(f"expected {', '.join(words[:-1])} or {words[-1]}, not {text!r}")
-    return word
-
-
-def parse_count(text: str) -> int:
-    """Return the number that a text stands for."""
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"expected a whole number, not {text!r}") from None
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    "engine": str.strip,
-    "direct": _parse_direct,
-    **dict.fromkeys(_SIZES, parse_size),
-    **dict.fromkeys(_COUNTS, parse_count),
-    **dict.fromkeys(_SWITCHES, parse_bool),
-    **{name: partial(_parse_word, words) for name, words in _WORDS.items()},
-}
-_PREFIX = "FASTSERIAL_"
-_VARIABLES = {os.fsencode(_PREFIX + name.upper()): name for name in _PARSERS}
-
-
-def _from_environment() -> Mapping[str, Any]:
-    """Return the options that `FASTSERIAL_*` variables set."""
-    if not _names_checked:
-        _warn_of_names()
-    # Each save asks. `os.environ` takes a microsecond for a variable, even for one that is not
-    # there; the dictionary behind it takes one for them all.
-    raw = getattr(os.environ, "_data", None)
-    present = _VARIABLES.keys() & (os.environb if raw is None else raw).keys()
-    values: dict[str, Any] = {}
-    for variable in present:
-        name = _VARIABLES[variable]
-        try:
-            values[name] = _PARSERS[name](os.environ[os.fsdecode(variable)])
-        except ConfigError as error:
-            raise ConfigError(f"{os.fsdecode(variable)}: {error}") from None
-    return values
-
-
-def unknown_variables() -> list[str]:
-    """Return the `FASTSERIAL_*` variables that set no option."""
-    known = {*map(os.fsdecode, _VARIABLES), SUMMARY}
-    return sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in known)
-
-
-def _warn_of_names() -> None:
-    """Warn, once in a process, of variables that look like misspelt ones."""
-    global _names_checked
-    _names_checked = True
-    for name in unknown_variables():
-        near = _nearest(name.removeprefix(_PREFIX), [*(one.upper() for one in _PARSERS), "SUMMARY"])
-        if near:
-            meant = f"is {_PREFIX}{near} meant?"
-            text = f"{name} in the environment sets no option of fastserial; {meant}"
-            warnings.warn(text, UserWarning, stacklevel=4)
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that is most like one, empty if none is."""
-    try:
-        from difflib import get_close_matches  # rarely wanted
-    except ImportError:  # a process that dropped privileges may not be able to read it
-        return ""
-    return "".join(get_close_matches(name, known, 1, _NEAR))
-
-
-def _check_names(values: Mapping[str, Any]) -> None:
-    unknown = sorted(set(values) - _NAMES)
-    if unknown:
-        near = ", ".join(filter(None, (_nearest(name, _NAMES) for name in unknown)))
-        meant = f" (is {near} meant?)" if near else ""
-        known = ", ".join(sorted(_NAMES))
-        raise ConfigError(f"unknown option {', '.join(unknown)}{meant}; there are: {known}")
-
-
-def set_installed(**values: Any) -> None:
-    """Add options given to `install()` to those that are set.
-
-    Raises:
-        ConfigError: an option has an unknown name or an impossible value.
-    """
-    global _installed
-    _check_names(values)
-    Config(**values)
-    with _lock:
-        _installed = {**_installed, **values}
-
-
-def forget_installed() -> None:
-    """Forget all options given to `install()`."""
-    global _installed
-    with _lock:
-        _installed = _NOTHING
-
-
-def chosen(**overrides: Any) -> Mapping[str, Any]:
-    """Return the options that are set in the calling context; the others have their defaults.
-
-    Raises:
-        ConfigError: an option has an unknown name, or an environment variable an impossible value.
-    """
-    if overrides:
-        _check_names(overrides)
-    return {**_from_environment(), **_installed, **(_scoped.get() or _NOTHING), **overrides}
-
-
-def origin_of(name: str) -> str:
-    """Return what set an option: `options()`, `install()`, a variable's name, or `default`."""
-    if name in (_scoped.get() or _NOTHING):
-        return "options()"
-    if name in _installed:
-        return "install()"
-    variable = f"FASTSERIAL_{name.upper()}"
-    return variable if variable in os.environ else "default"
+_NEAR = 0.7  # of a misspelt name that is right, for `difflib`
+_DEFAULT = Config()
+_NOTHING: Mapping[str, Any] = {}
+_installed: Mapping[str, Any] = _NOTHING
+_scoped: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
+    "fastserial_options", default=_NOTHING
+)
+_last: tuple[Mapping[str, Any], Config] = (_NOTHING, _DEFAULT)  # what `current` returned last
+_names_checked = False
 
 
 def current(**overrides: Any) -> Config:
     """Return the `Config` in force for the calling context.
 
+    Args:
+        overrides: options that take precedence over all others.
+
     Raises:
-        ConfigError: an option or environment variable has an impossible value.
+        ConfigError: an option has an unknown name, or an option or environment variable an
+            impossible value.
     """
-    return Config.resolve(chosen(**overrides))
+    global _last
+    _check_names(overrides)
+    values = {**_from_environment(), **_installed, **_scoped.get(), **overrides}
+    if not values:
+        return _DEFAULT
+    known, config = _last  # the same options come again and again
+    if known != values:
+        config = replace(_DEFAULT, **values)
+        _last = values, config
+    return config
 
 
 @contextlib.contextmanager
@@ -354,14 +237,96 @@ def options(**values: Any) -> Iterator[Config]:
     Raises:
         ConfigError: an option has an unknown name or an impossible value.
     """
-    _check_names(values)
     config = current(**values)
-    token = _scoped.set({**(_scoped.get() or {}), **values})
+    token = _scoped.set({**_scoped.get(), **values})
     try:
         yield config
     finally:
         _scoped.reset(token)
 
 
-_DEFAULT = Config()
-_resolved: tuple[Mapping[str, Any], Config] = (_NOTHING, _DEFAULT)
+def set_installed(**values: Any) -> None:
+    """Add options given to `install()` to those that are set.
+
+    Raises:
+        ConfigError: an option has an unknown name or an impossible value.
+    """
+    global _installed
+    _check_names(values)
+    Config(**values)
+    _installed = {**_installed, **values}
+
+
+def forget_installed() -> None:
+    """Forget all options given to `install()`."""
+    global _installed
+    _installed = _NOTHING
+
+
+def origin_of(name: str) -> str:
+    """Return what set an option: `options()`, `install()`, a variable's name, or `default`."""
+    if name in _scoped.get():
+        return "options()"
+    if name in _installed:
+        return "install()"
+    variable = f"{_PREFIX}{name.upper()}"
+    return variable if variable in os.environ else "default"
+
+
+def unknown_variables() -> list[str]:
+    """Return the `FASTSERIAL_*` variables that set no option."""
+    names = {name for name in os.environ if name.startswith(_PREFIX)}
+    return sorted(names.difference(_known_variables()))
+
+
+def _known_variables() -> list[str]:
+    return [*map(os.fsdecode, _VARIABLES), f"{_PREFIX}SUMMARY"]  # see `diagnosis.totals`
+
+
+def _from_environment() -> Mapping[str, Any]:
+    """Return the options that `FASTSERIAL_*` variables set."""
+    if not _names_checked:
+        _warn_of_names()
+    # Each save asks. `os.environ` takes a microsecond for a variable, even for one that is not
+    # there; the dictionary behind it takes one for them all.
+    raw = getattr(os.environ, "_data", None)
+    present = _VARIABLES.keys() & (os.environb if raw is None else raw).keys()
+    values: dict[str, Any] = {}
+    for variable in map(os.fsdecode, present):
+        name = variable.removeprefix(_PREFIX).lower()
+        try:
+            values[name] = _parse(name, os.environ[variable])
+        except ConfigError as error:
+            raise ConfigError(f"{variable}: {error}") from None
+    return values
+
+
+def _warn_of_names() -> None:
+    """Warn, once in a process, of variables that look like misspelt ones."""
+    global _names_checked
+    _names_checked = True
+    known = [one.removeprefix(_PREFIX) for one in _known_variables()]
+    for name in unknown_variables():
+        near = _nearest(name.removeprefix(_PREFIX), known)
+        if near:
+            meant = f"is {_PREFIX}{near} meant?"
+            text = f"{name} in the environment sets no option of fastserial; {meant}"
+            warnings.warn(text, UserWarning, stacklevel=4)
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    known = sorted(Config.__dataclass_fields__)
+    for name in values:
+        if name not in Config.__dataclass_fields__:
+            near = _nearest(name, known)
+            meant = f" (is {near} meant?)" if near else ""
+            raise ConfigError(f"unknown option {name}{meant}; there are: {', '.join(known)}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is most like one, empty if none is."""
+    try:
+        from difflib import get_close_matches  # rarely wanted
+    except ImportError:  # a process that dropped privileges may not be able to read it
+        return ""
+    return "".join(get_close_matches(name, known, 1, _NEAR))

@@ -96,17 +96,16 @@ def install(*, strict: bool = False, **options: Any) -> bool:
     from fastserial import config
 
     # report wrong options now, not hours later at the first checkpoint
-    chosen = config.chosen(**options)
-    if config.Config.resolve(chosen).safetensors:
+    chosen = config.current(**options)
+    if chosen.safetensors:
         from fastserial.patching import safetensors_hooks
 
         safetensors_hooks.switch_on()
-    if isinstance(chosen.get("engine"), str):
+    if isinstance(chosen.engine, str):
         from fastserial import engines
 
-        engines.load(chosen["engine"])
-    if options:
-        config.set_installed(**options)
+        engines.load(chosen.engine)
+    config.set_installed(**options)
     reason = switch_on(strict)
     if reason is not None:
         with _lock:

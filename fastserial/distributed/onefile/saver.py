@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastserial.checksums import PartialCrc as Crc
-from fastserial.config import Config
+from fastserial.config import current
 from fastserial.distributed.onefile.decision import (
     SaveDecision,
     StateSummary,
@@ -171,7 +171,7 @@ class SaveTask:
         self._writers = writers
         self._merge = merge
         self._began = began
-        self.config = Config.resolve()
+        self.config = current()
         self._new: NewFile | None = None
         self._opened: OpenedFile | None = None
         self._laid_out: FileLayout | None = None  # on rank 0
