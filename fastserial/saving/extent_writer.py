@@ -26,7 +26,7 @@ from fastserial.config import Config
 from fastserial.config.performance import PAGE
 from fastserial.engines import Completion, Engine, Op, Request, create, start
 from fastserial.errors import EngineError
-from fastserial.files.caching import Timing, begin_writeback
+from fastserial.files.caching import Trial, begin_writeback
 from fastserial.formats.extents import Data, Extent
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory.buffers import BufferPool, on_host, open_ring
@@ -120,7 +120,7 @@ class ExtentWriter:
         self._nbytes = 0  # given so far
         self._route: Route | None = None  # of blocks, once there is one
         self._queue: RequestQueue | None = None  # ... and its engine,
-        self._timing: Timing | None = None  # ... and how long the device takes
+        self._trial: Trial | None = None  # ... of the device, while it lasts
         self._devices = DeviceBlocks(config)
         self._turns = quick_switches()  # other threads release the interpreter's lock sooner
         self._block: list[Extent] = []  # of the block that is not full yet
@@ -230,8 +230,8 @@ class ExtentWriter:
         if queue is None:
             self._write_without_engine(extents, ledger, length)
             return
-        if self._timing is not None:
-            self._timing.take(offset, length)
+        if self._trial is not None:
+            self._trial.take(offset, length)
         aligned = length - length % route.alignment
         direct = route.kind == "direct" and aligned > 0 and offset % route.alignment == 0
         buffer = queue.pool.take()
@@ -267,7 +267,7 @@ class ExtentWriter:
         refusal = None if route.direct_fd >= 0 else route.fallback or _SWITCHED_OFF
         if self._devices.open_path(self._queue.engine, self._fd, refusal):
             route = route.past_the_host()
-        self._timing = Timing(self._fd) if route.kind == "trial" else None
+        self._trial = Trial(self._fd) if route.kind == "trial" else None
         return self._take(route)
 
     def _next_route(self) -> Route:
@@ -279,10 +279,10 @@ class ExtentWriter:
         while queue is not None and not queue.pool.free:
             self._reap(queue)
         route = self._current_route  # direct I/O may have been refused in between
-        if route.kind == "trial" and self._timing is not None and self._timing.is_enough:
+        if route.kind == "trial" and self._trial is not None and self._trial.is_enough:
             self._drain()
-            route = self._take(route.after_trial(self._timing.judge()))
-            self._timing = None
+            route = self._take(route.after_trial(self._trial.judge()))
+            self._trial = None
         return route
 
     @property

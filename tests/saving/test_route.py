@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,11 +43,6 @@ def chosen(fd: int, expected: int | None = None, **options: Any) -> Route:
 def need_direct(fd: int) -> None:
     if chosen(fd, direct=True).kind != "direct":
         pytest.skip("no direct I/O here")
-
-
-def measured(fd: int, fast: bool) -> None:
-    verdict = caching._DeviceSpeed(fast, time.perf_counter())
-    caching._speeds[os.fstat(fd).st_dev] = verdict
 
 
 class OwnMemory(ThreadsEngine):
