@@ -130,7 +130,7 @@ class StreamWriter(FastFileWriter):
 
     def write_extents(self, extents: Sequence[Extent]) -> None:
         """Append extents without checksums."""
-        self._write_extents(extents, sum(extent.length for extent in extents), None)
+        self.write_layout(extents, sum(extent.length for extent in extents))
 
 
 class _StreamArchive(ZipArchive):

@@ -38,28 +38,24 @@ FAST_DEVICE = 400e6
 # Seconds for which a device that was slow counts as slow: it may have been busy. To measure it
 # again costs no more than `TRIAL` bytes that are waited for.
 SLOW_FOR = 60.0
-# ... and a fast one as fast, since a save last showed it: it may have used up what a cloud lends it
-# for a while, or be shared with more. Direct saves show it without a trial, which made a save of
-# 512 MiB take 0.08 s longer (of 0.4 s, median of ten pairs on a busy machine).
+# ... and a fast one as fast: it may have used up what a cloud lends it for a while, or be shared
+# with more. A trial made a save of 512 MiB take 0.08 s longer (of 0.4 s, median of ten pairs on a
+# busy machine).
 FAST_FOR = 300.0
 LARGE_FILE = 64 * MiB  # to free a replaced file of less takes 0.1 ms on ext4, no more than a thread
 
 # -- saves -----------------------------------------------------------------------------------------
 
 # Copy and checksum take turns, while the bytes are in a core's cache: 7.0 GB/s on one core, 6.2
-# with 64 KiB, 7.4 with 2 MiB where that much fits; less CPU time than with whole blocks.
+# with 64 KiB, 7.4 with 2 MiB where that much fits; less CPU time than with whole blocks. Small
+# files are written in such chunks: 1 MiB took 2.7 ms, with 96 KiB 4.0, and 3.8 where storages were
+# written without a copy.
 FILL_CHUNK = 256 * KiB
 # Small storages are copied twice, together, but without a step of Python's for each. With 60 KB it
 # took as much CPU time as copies of their own (0.10 s for 180 MB), with 12 KB less.
 PACKED_STORAGE = 64 * KiB  # a storage up to this size may be packed with others,
 PACKED_BYTES = 512 * KiB  # into pieces of about this size: a few calls for hundreds of storages
 MOST_PIECES = 512  # of one `preadv`; the kernel takes 1024
-CACHED_CHUNK = 1 * MiB  # stays in cache between checksum and write
-# Of small files, storages from UNCOPIED on are written from where they are. The rest is gathered in
-# a buffer that malloc gives again and again: of 1 MiB its pages would be new in each save, and 20
-# storages of 52 KB took 2.6 ms so instead of 1.7.
-UNCOPIED = 64 * KiB
-GATHERED_CHUNK = 96 * KiB
 GATHERED = 64 * KiB  # small writes are gathered up to this size
 COPIED_RECORD = 64 * KiB  # a larger record, such as the pickle of arrays, is not copied
 # Seconds for which a thread that computes in Python keeps the interpreter's lock while a save moves

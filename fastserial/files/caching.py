@@ -9,8 +9,7 @@ memory. Direct I/O loses that. So
   because the device is waited for in any case, and directly to a faster one.
 
 The first large save to a device measures it: the first `TRIAL` bytes go through the page cache, and
-the time that the device takes for them is measured. A result expires (`FAST_FOR`, `SLOW_FOR`);
-fast direct saves renew it.
+the time that the device takes for them is measured. A result expires (`FAST_FOR`, `SLOW_FOR`).
 
 `cachestat(2)` (Linux 6.5) counts the pages of a range that are in the cache. Where it is missing or
 forbidden, a few bytes are read with `RWF_NOWAIT`, which fails where a read would wait for the disk.
@@ -22,16 +21,16 @@ import ctypes
 import errno
 import fcntl
 import os
+from math import inf
 from mmap import PAGESIZE
 from time import perf_counter
-from typing import NamedTuple
 
 from fastserial.config import Config
 from fastserial.config.performance import ALWAYS_FITS, FAST_DEVICE, FAST_FOR, SLOW_FOR, TRIAL
 from fastserial.files.linux import available_bytes
 
 __all__ = [
-    "Timing",
+    "Trial",
     "begin_writeback",
     "cached_bytes",
     "cached_fraction",
@@ -62,18 +61,8 @@ def reads_through_cache(config: Config, nbytes: int) -> bool:
 
 
 _CACHESTAT = 451  # the same on every architecture
+_COUNTS = 5  # of pages: cached, dirty, being written, evicted, recently evicted
 _PROBES = 4
-
-
-class _CachestatRange(ctypes.Structure):
-    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
-
-
-class _CachestatCounts(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
-    )
 
 
 def cached_bytes(fd: int, offset: int, length: int) -> int | None:
@@ -82,11 +71,11 @@ def cached_bytes(fd: int, offset: int, length: int) -> int | None:
     Whole pages are counted, so the result may exceed `length` by almost two of them. Huge pages of
     tmpfs and hugetlbfs count as well.
     """
-    counts = _CachestatCounts()
-    wanted = _CachestatRange(offset, length)
-    if _libc.syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(counts), 0) != 0:
+    counts = (ctypes.c_uint64 * _COUNTS)()
+    wanted = (ctypes.c_uint64 * 2)(offset, length)
+    if _libc.syscall(_CACHESTAT, fd, wanted, counts, 0) != 0:
         return None
-    return int(counts.cached) * PAGESIZE
+    return int(counts[0]) * PAGESIZE
 
 
 def cached_fraction(fd: int, offset: int, length: int) -> float | None:
@@ -125,22 +114,13 @@ _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP, errno.E
 _sync_file_range = getattr(_libc, "sync_file_range", None)
 
 
-class _DeviceSpeed(NamedTuple):
-    """Whether a device was fast, and when that was (`perf_counter()`)."""
-
-    fast: bool
-    at: float
-
-
-_speeds: dict[int, _DeviceSpeed] = {}  # by the number of the device
+_speeds: dict[int, tuple[bool, float]] = {}  # by device: whether it is fast, and when it was found
 
 
 def is_fast(fd: int) -> bool | None:
     """Return whether the device of an open file is fast, None if that is to be measured."""
-    found = _speeds.get(os.fstat(fd).st_dev)
-    if found is None or perf_counter() - found.at > (FAST_FOR if found.fast else SLOW_FOR):
-        return None
-    return found.fast
+    fast, at = _speeds.get(os.fstat(fd).st_dev, (False, -inf))
+    return None if perf_counter() - at > (FAST_FOR if fast else SLOW_FOR) else fast
 
 
 def begin_writeback(fd: int, offset: int, length: int) -> None:
@@ -152,20 +132,19 @@ def begin_writeback(fd: int, offset: int, length: int) -> None:
     _sync(fd, offset, length, _WRITE)
 
 
-class Timing:
-    """How long a device takes for the blocks of one file: on trial, or written directly."""
+class Trial:
+    """How long a device takes for the first blocks of a file, which go through the page cache."""
 
     def __init__(self, fd: int) -> None:
         """Begin when the first block is to be written to the file of a descriptor."""
         self._fd = fd
         self._began = perf_counter()
         self._nbytes = 0  # that were taken,
-        self._first = self._end = 0  # from here to there: there may be holes between
+        self._first: float = inf  # from here
+        self._end = 0  # to there: there may be holes between
 
     def take(self, offset: int, length: int) -> None:
         """Note a range that is to be written."""
-        if not self._nbytes:
-            self._first = self._end = offset
         self._first = min(self._first, offset)
         self._end = max(self._end, offset + length)
         self._nbytes += length
@@ -176,14 +155,14 @@ class Timing:
         return self._nbytes >= TRIAL
 
     def judge(self) -> bool:
-        """Write back what was written on trial; return whether the device is fast.
+        """Write back what was taken; return whether the device is fast.
 
         Raises:
             OSError: the device failed.
         """
-        began = perf_counter()
+        began, first = perf_counter(), int(self._first)
         flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER
-        if not _sync(self._fd, self._first, self._end - self._first, flags):
+        if not _sync(self._fd, first, self._end - first, flags):
             return False
         device = os.fstat(self._fd).st_dev
         # without a block device (network, FUSE) the writes themselves may have waited for it,
@@ -191,19 +170,8 @@ class Timing:
         waited = not os.major(device) or fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DSYNC
         ended = perf_counter()
         fast = self._nbytes > (ended - (self._began if waited else began)) * FAST_DEVICE
-        _speeds[device] = _DeviceSpeed(fast, ended)
+        _speeds[device] = fast, ended
         return fast
-
-    def confirm(self) -> None:
-        """Keep that the device is fast if it was for all of a large file, written directly.
-
-        A file that took long proves nothing: its bytes may have come late.
-        """
-        device, now = os.fstat(self._fd).st_dev, perf_counter()
-        known = _speeds.get(device)
-        enough = self._nbytes >= max(2 * TRIAL, (now - self._began) * FAST_DEVICE)
-        if known is not None and known.fast and enough:
-            _speeds[device] = _DeviceSpeed(True, now)
 
 
 def _sync(fd: int, offset: int, length: int, flags: int) -> bool:

@@ -23,7 +23,7 @@ import functools
 import io
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from time import perf_counter
 from typing import Any, BinaryIO, TypeVar
 
@@ -38,17 +38,18 @@ from fastserial.files.targets import (
     PathTarget,
     StockWay,
     attributes_of,
-    give,
-    path_target,
+    check_replaceable,
+    find_target,
+    refusal_text,
+    set_attributes,
 )
 from fastserial.interrupts import Background, Descriptors, finish
-from fastserial.reasons import A_FILE, GIVE_A_PATH, RENAMES, Reason
+from fastserial.reasons import A_FILE, ANOTHER_OWNER, GIVE_A_PATH, Reason
 
 __all__ = [
     "CallersFile",
     "Destination",
     "Replacement",
-    "free",
     "open_destination",
     "open_path",
     "required",
@@ -57,31 +58,30 @@ __all__ = [
     "wait_until_free",
 ]
 
-_SLOTS = 10_000
-_LOOKAHEAD = 8  # how many free names in a row end the search for leftovers
+_MOST_NAMES = 10_000
+_SWEPT = 8  # of the temporary names, leftovers are looked for under the first so many
 _NAME_MOST = 100  # bytes: with the suffix, too, no file system finds it too long
 # Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # No new file for us: a security module, or an owner that an idmapped mount does not know.
 _NOT_FOR_US = (errno.EPERM, errno.EACCES, errno.EOVERFLOW)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
+_swept: set[str] = set()  # targets whose leftovers this process has looked for
 _MOST_SWEPT = 64
-_swept: set[str] = set()  # targets whose temporary names this process has looked for
 _CHANGED = "during the save it got an owner or attributes that a new file cannot have; save again"
-_freeing_threads = Background()
+_UNREADABLE = Reason(
+    "the directory is not readable, so it cannot be synced", "let this user read the directory"
+)
+_LOCAL = "save to a local disk, if the file must survive a power cut"
 
 
 TEMPORARY_NAME = r"(?s)\..+\.fastserial-\d+\.tmp"  # a pattern of all that `temporary_name` returns
 
 
-def temporary_name(name: str, slot: int) -> str:
-    """Return the temporary name number `slot` of the file `name` (without its directory)."""
-    return next(_temporary_names(name, range(slot, slot + 1)))
-
-
-def _temporary_names(name: str, slots: Iterable[int]) -> Iterator[str]:
+def temporary_name(name: str, number: int) -> str:
+    """Return a temporary name of the file `name` (without its directory), by its number."""
     stem = os.fsdecode(os.fsencode(name)[:_NAME_MOST])
-    return (f".{stem}.fastserial-{slot}.tmp" for slot in slots)
+    return f".{stem}.fastserial-{number}.tmp"
 
 
 @functools.cache
@@ -95,15 +95,11 @@ def _lock(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return True
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
-        raise
+        if error.errno not in _NO_LOCKS:
+            raise
     return True
-
-
-_LOCAL = "save to a local disk, if the file must survive a power cut"
 
 
 class Replacement:
@@ -112,6 +108,7 @@ class Replacement:
     Attributes:
         committed: the new file is at the target.
         fallback: what the file system could not do, or None.
+        named: its temporary name; None: it has none.
     """
 
     start = 0
@@ -132,114 +129,89 @@ class Replacement:
         self.began = perf_counter()
         self.durable = durable
         self.named: str | None = None
-        self._wants_name = named
         self.committed = False
         self.fallback: Reason | None = None
-        self.fd = -1
-        there = target.there
-        self._seen = there if there is not None and stat.S_ISREG(there.st_mode) else None
+        self.fd = self._directory = -1
         self._files = Descriptors()  # the directory's, and `fd`
-        self._replaced: Descriptors | None = None
-        self._directory = -1
+        self._replaced = Descriptors()  # a large old file
         self._base = os.path.basename(target.path)
         try:
-            self._directory = self._files.open(target.where, os.O_RDONLY | os.O_DIRECTORY)
-            # A nameless file gets a temporary name only where it replaces another. All names are
-            # looked at by the first save of a process to a target: each takes 2.5 microseconds.
-            first = target.there is not None and target.path not in _swept
-            self._sweep(_LOOKAHEAD if first else 1)
-            if first:
-                _swept.add(target.path)
-                if len(_swept) > _MOST_SWEPT:
-                    _swept.clear()
-            if linux.is_append_only(self._directory):  # neither renamed nor removed, ever
-                raise CannotReplace("nothing in an append-only directory can be replaced", RENAMES)
+            self._open_directory()
+            check_replaceable(target, self._directory)
+            self._sweep()
             self._kept = self._attributes()
-            self.fd = self._create()
+            self.fd = self._create(named)
             if self._kept is not None:
-                give(self.fd, self._kept)
+                set_attributes(self.fd, self._kept)
         except BaseException:
             self.discard()
             raise
 
-    def _attributes(self) -> Attributes | None:
-        """Return the attributes of the file to be replaced, None if there is none by now."""
-        if self._seen is None:
-            return None
+    def _open_directory(self) -> None:
         try:
-            return attributes_of(self._seen, self.target.path)
-        except FileNotFoundError:
-            return None
+            self._directory = self._files.open(self.where, os.O_RDONLY | os.O_DIRECTORY)
+        except PermissionError as error:
+            raise CannotReplace(_UNREADABLE) from error
 
-    def _status(self) -> os.stat_result | None:
-        """Return the status of the file to be replaced, None if there is none."""
+    def _attributes(self) -> Attributes | None:
+        """Return the attributes of the file to be replaced, None if there is none."""
+        if self.target.there is None:
+            return None
         try:
             found = os.stat(self._base, dir_fd=self._directory, follow_symlinks=False)
+            is_file = stat.S_ISREG(found.st_mode)
+            return attributes_of(found, self.target.path) if is_file else None
         except FileNotFoundError:
             return None
-        return found if stat.S_ISREG(found.st_mode) else None
 
-    def _create(self) -> int:
+    def _create(self, named: bool) -> int:
+        flags, mode = os.O_RDWR, 0o666 if self._kept is None else 0o600
         try:
-            return self._create_nameless()
+            if not named and _can_link():
+                # Nobody can open a file without a name.
+                try:
+                    return self._files.open(".", flags | os.O_TMPFILE, mode, self._directory)
+                except OSError as error:
+                    if error.errno not in _NO_TMPFILE:
+                        raise
+            for name in self._names():
+                self.named = name  # first: an interrupt may come right after the file is there
+                try:
+                    fd = self._files.open(
+                        name, flags | os.O_CREAT | os.O_EXCL, mode, self._directory
+                    )
+                except FileExistsError:
+                    continue
+                # Until it is locked, another save may take it for a leftover.
+                if _lock(fd) and self._is(name, fd):
+                    return fd
+                self._files.close(but=1)
         except OSError as error:
-            if error.errno not in _NOT_FOR_US:
+            if error.errno not in _NOT_FOR_US or self.target.there is None:
                 raise
             text = f"no new file can be made beside it ({error.strerror})"
-            raise CannotReplace(text) from error
+            raise CannotReplace(Reason(text, ANOTHER_OWNER)) from error
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
-    def _create_nameless(self) -> int:
-        if self._wants_name or not _can_link():
-            return self._create_named()
-        # Nobody can open a file without a name, and its permissions are set before the first byte.
-        mode = 0o666 if self._kept is None else self._kept.mode & 0o777
-        try:
-            return self._files.open(".", os.O_RDWR | os.O_TMPFILE, mode, self._directory)
-        except OSError as error:
-            if error.errno not in _NO_TMPFILE:
-                raise
-            return self._create_named()
+    def _names(self, count: int = _MOST_NAMES) -> Iterator[str]:
+        return (temporary_name(self._base, number) for number in range(count))
 
-    def _create_named(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        self._sweep(_LOOKAHEAD)
-        mode = 0o666 if self._kept is None else 0o600
-        for name in self._names():
-            self.named = name  # first: an interrupt may come right after the file is there
-            try:
-                fd = self._files.open(name, flags, mode, self._directory)
-            except FileExistsError:
-                continue
-            # Until it is locked, another save may take it for a leftover.
-            if _lock(fd) and self._is(name, fd):
-                return fd
-            self._files.close(but=1)
-        self.named = None
-        raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+    # -- leftovers -----------------------------------------------------------------------------
 
-    def _names(self, count: int = _SLOTS) -> Iterator[str]:
-        return _temporary_names(self._base, range(count))
-
-    def _sweep(self, look: int) -> None:
+    def _sweep(self) -> None:
         """Remove what killed processes left of this target, so that its space is free again.
 
-        Does nothing if there is none of the first `look` temporary names.
+        Only the first save of a process to a target looks at several names.
         """
-        if not any(map(self._exists, self._names(look))):
-            return
-        free = 0
-        for name in self._names():
-            if self._exists(name):
+        first = self.target.path not in _swept
+        for name in self._names(_SWEPT if first else 1):
+            # far cheaper than a `stat` that raises; a container's filter may refuse flags
+            # (faccessat2)
+            if os.access(name, os.F_OK, dir_fd=self._directory):
                 self._remove_stale(name)
-                free = 0
-            else:
-                free += 1
-            if free == _LOOKAHEAD:
-                return
-
-    def _exists(self, name: str) -> bool:
-        # far cheaper than a `stat` that raises; a container's filter may refuse flags (faccessat2)
-        return os.access(name, os.F_OK, dir_fd=self._directory)
+        if len(_swept) >= _MOST_SWEPT:
+            _swept.clear()
+        _swept.add(self.target.path)
 
     def _is(self, name: str, fd: int) -> bool:
         try:
@@ -250,21 +222,15 @@ class Replacement:
 
     def _remove_stale(self, name: str) -> None:
         """Remove a temporary file unless its owner is alive."""
-        files = Descriptors()
-        try:
+        with contextlib.suppress(OSError), Descriptors() as files:  # locked: its owner is alive
             # Over NFS an exclusive lock takes a descriptor that can write.
             fd = files.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=self._directory)
-        except OSError:
-            return
-        try:
             if stat.S_ISREG(os.fstat(fd).st_mode):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is(name, fd):
                     os.unlink(name, dir_fd=self._directory)
-        except OSError:  # locked: its owner is alive
-            pass
-        finally:
-            files.close()
+
+    # -- the end -------------------------------------------------------------------------------
 
     @property
     def outcome(self) -> str:
@@ -273,10 +239,6 @@ class Replacement:
             return "the new file is in place, but a power cut may bring the old one back"
         return self.target.outcome
 
-    def begin(self) -> None:
-        """Wait until the space of files that were replaced before is free: it may be needed."""
-        wait_until_free()
-
     @trace.traced("fsync")
     def sync(self) -> None:
         """Put data and metadata on the device, if the save is to be durable."""
@@ -284,9 +246,9 @@ class Replacement:
             if not linux.synced(self.fd):
                 self.durable = False
                 self.fallback = Reason("the file system cannot sync a file", _LOCAL)
-        elif self.named is not None:
-            # network file systems report late errors at a close; one call: see `interrupts`
-            list(map(os.close, map(os.dup, (self.fd,))))
+        elif self.named is not None:  # network file systems report late errors at a close
+            self._files.duplicate(self.fd)
+            self._files.close_newest()
 
     @trace.traced("rename")
     def commit(self) -> None:
@@ -296,11 +258,11 @@ class Replacement:
             OSError: the target is still the old file, unless only the last sync failed.
         """
         nameless = self.named is None
-        if not nameless or not self._link_as_target():
-            self._keep_up()
-            named = self.named or self._link()
+        if not (nameless and self.target.there is None and self._link(self._base)):
+            self._update_attributes()
+            named = self.named or self._link_temporarily()
+            self._hold_replaced()
             base, directory = self._base, self._directory
-            self._hold(base)
             os.rename(named, base, src_dir_fd=directory, dst_dir_fd=directory)
         self.named = None
         self.committed = True
@@ -310,73 +272,56 @@ class Replacement:
             self._announce()
         self._close()
 
-    def _keep_up(self) -> None:
+    def _update_attributes(self) -> None:
         """Give the new file the attributes that the old one got since, such as by `chmod 600`."""
-        now = self._status()
-        if now is None:
-            return
         try:
-            found = attributes_of(now, self.target.path)
-            if found == self._kept:
-                return
-            give(self.fd, found)
-        except FileNotFoundError:
-            return
+            found = self._attributes()
+            if found is not None and found != self._kept:
+                set_attributes(self.fd, found)
+                self.sync()
         except CannotReplace as error:
             raise OSError(errno.EPERM, _CHANGED) from error
-        self.sync()
 
-    def _announce(self) -> None:
-        """Let watchers of the directory see that the file is closed, as when torch writes it.
+    def _link(self, name: str) -> bool:
+        """Give the nameless file a name; False if there is a file of that name."""
+        try:
+            source = f"/proc/self/fd/{self.fd}"
+            os.link(source, name, dst_dir_fd=self._directory, follow_symlinks=True)
+        except FileExistsError:
+            return False
+        return True
 
-        They see the last `close` of a file without a name under a number, such as `#12`.
-        """
-        files = Descriptors()
-        with contextlib.suppress(OSError):
-            files.open(
-                self._base, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._directory
-            )
-        finish(files.close)
+    def _link_temporarily(self) -> str:
+        """Give the nameless file a temporary name and return it."""
+        _lock(self.fd)
+        for name in self._names():
+            self.named = name  # first: an interrupt may come right after the link is there
+            if self._link(name):
+                return name
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
-    def _hold(self, base: str) -> None:
-        """Keep a large old file's space allocated until the new one is safe: see `free`."""
-        if self._seen is not None and self._seen.st_size >= LARGE_FILE:
-            self._replaced = Descriptors()
+    def _hold_replaced(self) -> None:
+        """Keep a large old file open: the rename would wait until its space is free."""
+        there = self.target.there
+        if there is not None and stat.S_ISREG(there.st_mode) and there.st_size >= LARGE_FILE:
             with contextlib.suppress(OSError):
-                self._replaced.open(base, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._directory)
+                flags = os.O_PATH | os.O_NOFOLLOW
+                self._replaced.open(self._base, flags, dir_fd=self._directory)
 
     @trace.traced("directory sync")
     def _sync_directory(self) -> None:
         if not linux.synced(self._directory):
             self.fallback = Reason("the file system cannot sync a directory", _LOCAL)
 
-    def _link_as_target(self) -> bool:
-        """Give the nameless file the target's name, if no file has it."""
-        if self.target.there is not None:
-            return False
-        try:
-            self._name(self._base)
-        except FileExistsError:  # made since the save began
-            return False
-        return True
+    def _announce(self) -> None:
+        """Let watchers of the directory see that the file is closed, as when torch writes it.
 
-    def _name(self, name: str) -> None:
-        """Give the nameless file a name."""
-        source = f"/proc/self/fd/{self.fd}"
-        os.link(source, name, dst_dir_fd=self._directory, follow_symlinks=True)
-
-    def _link(self) -> str:
-        """Give the nameless file a temporary name and return it."""
-        _lock(self.fd)
-        for name in self._names():
-            self.named = name  # first: an interrupt may come right after the link is there
-            try:
-                self._name(name)
-            except FileExistsError:
-                self.named = None
-                continue
-            return name
-        raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+        They see the last `close` of a file without a name under a number, such as `#12`.
+        """
+        files, flags = Descriptors(), os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with contextlib.suppress(OSError):
+            files.open(self._base, flags, dir_fd=self._directory)
+        finish(files.close)
 
     def discard(self) -> None:
         """Remove the new file. Idempotent; does nothing after `commit`."""
@@ -392,32 +337,18 @@ class Replacement:
     def _close(self) -> None:
         self.fd = -1
         finish(self._files.close)
-        if self._replaced is not None:
-            free(self._replaced)
+        if self._replaced.newest >= 0 and not _freeing_threads.start(self._replaced.close):
+            self._replaced.close()
 
 
-def free(files: Descriptors) -> None:
-    """Close a descriptor that is the last to hold a file; on a thread if the file is large."""
-    try:
-        large = files.newest >= 0 and os.fstat(files.newest).st_size >= LARGE_FILE
-    except OSError:
-        large = False
-    if not large or not _freeing_threads.start(files.close):
-        files.close()
+_freeing_threads = Background()  # which close the last descriptor of a large file
+os.register_at_fork(after_in_child=_freeing_threads.__init__)  # type: ignore[misc]
 
 
 def wait_until_free() -> None:
-    """Wait for the files that this process replaced before."""
+    """Wait until the space of the files that this process replaced before is free."""
     if _freeing_threads:
         _freeing_threads.join()
-
-
-def _forget_freeing() -> None:
-    global _freeing_threads  # they are the parent's
-    _freeing_threads = Background()
-
-
-os.register_at_fork(after_in_child=_forget_freeing)
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -449,12 +380,9 @@ def open_destination(
     Raises:
         WriteError: nothing can be written there, by torch neither.
     """
-    began = perf_counter()
-    is_path = isinstance(given, str | os.PathLike)
-    found = open_path(given, durable, replace_link) if is_path else _open_file(given)
-    if not isinstance(found, StockWay):
-        found.began = began
-    return found
+    if isinstance(given, str | os.PathLike):
+        return open_path(given, durable, replace_link)
+    return _open_file(given)
 
 
 @trace.traced("open target")
@@ -475,19 +403,19 @@ def open_path(
     Raises:
         WriteError: nothing can be written there, by torch neither.
     """
-    target = path_target(os.fspath(path), replace_link)
-    if isinstance(target, StockWay):
-        return target
+    name, target = os.fspath(path), None
     try:
+        target = find_target(name, replace_link)
         return Replacement(target, durable, named)
     except CannotReplace as why:
         reason = why.reason
     except OSError as error:
+        target = target or PathTarget(name, name, None)
         full = error.errno == errno.ENOSPC and linux.is_out_of_inodes(target.where)
         if target.there is None or not full:
             raise save_error(error, target, None) from error
         reason = Reason("no inode is free for a new file", "remove files that nobody needs")
-    if os.path.islink(target.path):  # torch would write the file that it leads to
+    if target is not None and os.path.islink(target.path):  # torch would write what it leads to
         text = f"The link cannot be replaced: {reason.with_remedy}; the previous file is intact"
         raise write_error(errno.EPERM, target.name, text)
     return StockWay(reason)
@@ -571,12 +499,7 @@ class CallersFile:
         self.start = start
         self.file = file
         self.began = perf_counter()
-        self._size_before: int | None = None
-
-    def begin(self) -> None:
-        """Note the size of the file. Idempotent."""
-        if self._size_before is None:
-            self._size_before = os.fstat(self.fd).st_size
+        self._size_before: int | None = os.fstat(fd).st_size
 
     def sync(self) -> None:
         """Do nothing: the caller decides when to sync."""
@@ -606,8 +529,8 @@ Attributes of both:
     fallback: what the file system could not do, or None.
     outcome: what an error leaves at the target, for its text.
 
-`begin` is called before the first byte, `sync` and `commit` after the last one. `discard` undoes
-what can be undone, and does nothing after `commit`.
+`sync` and `commit` are called after the last byte. `discard` undoes what can be undone, and does
+nothing after `commit`.
 """
 
 
@@ -620,6 +543,9 @@ def save_error(error: OSError, target: PathTarget | Destination, needed: int | N
         needed: bytes of the whole save, None if that is not known.
     """
     number = error.errno or errno.EIO
+    refused = refusal_text(number, target.name) if isinstance(target, PathTarget) else None
+    if refused is not None:
+        return write_error(number, target.name, refused)
     text = error.strerror or str(error)
     free = None
     if number not in _FULL:

@@ -37,7 +37,6 @@ __all__ = [
     "first_line",
     "free_bytes",
     "is_append_only",
-    "is_compressed",
     "is_locked",
     "is_mount_point",
     "is_out_of_inodes",
@@ -227,21 +226,18 @@ def is_read_only(path: str) -> bool:
 
 def is_append_only(fd: int) -> bool:
     """Return whether a file or directory may only grow (`chattr +a`)."""
-    return bool(_attributes(fd) & _STATX_ATTR_APPEND)
+    return bool(_has_attribute(_STATX_ATTR_APPEND, fd))
 
 
-def is_compressed(fd: int) -> bool:
-    """Return whether a file is marked for compression (`chattr +c`, or from its directory)."""
-    return bool(_attributes(fd) & _STATX_ATTR_COMPRESSED)
-
-
-def _attributes(fd: int) -> int:
-    """Return the attributes of an open file, as far as the kernel reports them."""
-    found = _statx_of(fd, b"", _AT_EMPTY_PATH, 0)
+def _has_attribute(
+    attribute: int, fd: int, path: str = "", flags: int = _AT_EMPTY_PATH
+) -> bool | None:
+    """Return whether a file has an attribute of `statx`, None if the kernel does not report it."""
+    found = _statx_of(fd, os.fsencode(path), flags, 0)
     if found is None:
-        return 0
+        return None
     attributes, known = _ATTRIBUTES.unpack_from(found)
-    return int(attributes & known)
+    return bool(attributes & attribute) if known & attribute else None
 
 
 def is_mount_point(path: str, parent_device: int) -> bool:
@@ -252,12 +248,8 @@ def is_mount_point(path: str, parent_device: int) -> bool:
         parent_device: `st_dev` of its directory, for kernels that do not report it (before 5.8). On
             overlayfs the devices of file and directory may differ without any mount.
     """
-    found = _statx_of(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, 0)
-    if found is not None:
-        attributes, known = _ATTRIBUTES.unpack_from(found)
-        if known & _STATX_ATTR_MOUNT_ROOT:
-            return bool(attributes & _STATX_ATTR_MOUNT_ROOT)
-    return os.stat(path).st_dev != parent_device
+    found = _has_attribute(_STATX_ATTR_MOUNT_ROOT, _AT_FDCWD, path, _AT_SYMLINK_NOFOLLOW)
+    return os.stat(path).st_dev != parent_device if found is None else found
 
 
 def mounted_as(fd: int) -> tuple[str, dict[str, str]]:
@@ -328,10 +320,6 @@ def open_direct(fd: int, flags: int, block_size: int, files: Descriptors) -> Dir
         return DirectFile(-1, alignment, why)
 
 
-_FS_IOC_GETFLAGS = 0x80086601 if struct.calcsize("P") == 8 else 0x80046601
-_FS_NOCOW_FL = 0x800000  # chattr +C: overwritten in place, thus never compressed
-
-
 def reserve(fd: int, offset: int, nbytes: int, config: Config) -> None:
     """Reserve the space of a new file, if options and file system are for it.
 
@@ -350,7 +338,7 @@ def reserve(fd: int, offset: int, nbytes: int, config: Config) -> None:
 
 def compresses(fd: int) -> bool:
     """Return whether an open file is compressed, as far as that is known."""
-    if is_compressed(fd):
+    if _has_attribute(_STATX_ATTR_COMPRESSED, fd):  # `chattr +c`, or from its directory
         return True
     if os.major(os.fstat(fd).st_dev):  # a block device; those below have none
         return False
@@ -361,15 +349,7 @@ def compresses(fd: int) -> bool:
     if kind in ("zfs", "bcachefs"):
         return True
     given = {options.get("compress", "none"), options.get("compress-force", "none")}
-    return kind == "btrfs" and given != {"none"} and not _is_overwritten_in_place(fd)
-
-
-def _is_overwritten_in_place(fd: int) -> bool:
-    try:
-        flags = fcntl.ioctl(fd, _FS_IOC_GETFLAGS, bytes(8))
-    except OSError:
-        return False
-    return bool(int.from_bytes(flags[:4], "little") & _FS_NOCOW_FL)
+    return kind == "btrfs" and given != {"none"}
 
 
 _MEMINFO = "/proc/meminfo"

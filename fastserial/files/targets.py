@@ -14,11 +14,11 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, NoReturn
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from fastserial.config.performance import PAGE
-from fastserial.errors import REMEDIES, WriteError, write_error
+from fastserial.errors import REMEDIES
 from fastserial.files import linux
 from fastserial.interrupts import OWN, Descriptors
 from fastserial.reasons import A_FILE, ANOTHER_OWNER, RENAMES, Reason
@@ -29,10 +29,10 @@ __all__ = [
     "PathTarget",
     "StockWay",
     "attributes_of",
-    "give",
-    "is_held",
-    "path_target",
-    "why_incapable",
+    "check_replaceable",
+    "find_target",
+    "refusal_text",
+    "set_attributes",
 ]
 
 _MAX_LINKS = 40  # as the kernel's own limit
@@ -45,13 +45,47 @@ _CAPABLE = frozenset(
         0xCA451A4E, 0x858458F6, 0x6969, 0x00C36400, 0x0BD00BD0, 0x47504653, 0x19830326,
     }
 )  # fmt: skip
+# We may not, or the file system cannot; anything else is a failure. EINVAL and EOVERFLOW: an owner
+# that has no number in this user namespace (container), or on an idmapped mount.
+_REFUSED = (
+    errno.EPERM, errno.EACCES, errno.EINVAL, errno.EOVERFLOW, errno.EOPNOTSUPP, errno.ENOSYS,
+    errno.E2BIG, errno.ERANGE,
+)  # fmt: skip
 # Errors of the moment, not of the file system.
 _PASSING = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENAMETOOLONG,
     errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ENOTCONN, errno.EIO,
     errno.ESTALE,
 )  # fmt: skip
-_known: dict[tuple[int, int], Reason | None] = {}  # by device and mount
+_incapable: dict[tuple[int, int], Reason | None] = {}  # by device and mount
+
+_NO_NAME = Reason("not a file name", "give torch.save the name of a file")
+_BYTES = Reason("its path is bytes, not text", "give torch.save a str or a Path")
+_DESCRIPTOR = Reason("an open descriptor, not a file", "give torch.save the file's path")
+_NO_FILE = Reason("not a regular file", A_FILE)
+_FOREIGN = Reason("the file is another user's", ANOTHER_OWNER)
+_STICKY = Reason("the file is another user's, in a sticky directory", ANOTHER_OWNER)
+_MOUNTED = Reason("the file is a mount point", "mount the directory instead of the file")
+_HELD = Reason("this process has the file open or locked", "close the file before it is saved to")
+_APPEND_ONLY = Reason("nothing in an append-only directory can be replaced", RENAMES)
+_SEQUENTIAL = Reason("the file system only takes the bytes of a file sequentially", RENAMES)
+_NO_RENAME = Reason("the file system cannot rename a file over another", RENAMES)
+_UNKNOWN_OWNER = Reason("its owner is unknown in this user namespace", ANOTHER_OWNER)
+_ATTRIBUTES = Reason("a new file cannot have its owner, mode, ACL or attributes", ANOTHER_OWNER)
+
+
+class StockWay(NamedTuple):
+    """Only torch's own code may write this target, for `reason`."""
+
+    reason: Reason
+
+
+class CannotReplace(Exception):
+    """No new file can replace the target, for `reason`; nothing was changed so far."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class PathTarget(NamedTuple):
@@ -61,8 +95,7 @@ class PathTarget(NamedTuple):
         name: the path as the user gave it.
         path: of the file, symbolic links followed (unless the link itself is to be replaced);
             relative if `name` is.
-        there: status of the regular file, or of the link, that is to be replaced; None if there
-            is none.
+        there: status of what is at the path; None if nothing is.
     """
 
     name: str
@@ -80,136 +113,104 @@ class PathTarget(NamedTuple):
         return "no file was made" if self.there is None else "the previous file is intact"
 
 
-_DESCRIPTOR = Reason("an open descriptor, not a file", "give torch.save the file's path")
-_UNREADABLE = Reason(
-    "the directory is not readable, so it cannot be synced", "let this user read the directory"
-)
-_UNWRITABLE = Reason(
-    "this process may not write to the directory, only to the file",
-    "let this user write to the directory",
-)
-_HELD = Reason("this process has the file open or locked", "close the file before it is saved to")
-
-
-class StockWay(NamedTuple):
-    """Only torch's own code may write this target, for `reason`."""
-
-    reason: Reason
-
-
-def _follow(name: str) -> tuple[str, os.stat_result | None] | None:
-    """Return the file a chain of symbolic links ends at and its status, None if there is no file.
-
-    Returns None if the chain leads through /proc, to a descriptor.
-
-    Raises:
-        OSError: a directory of the path is missing or not searchable for us, or the kernel does
-            not follow these links for us (`nosymfollow`, `fs.protected_symlinks`).
-    """
-    path = name
-    found = _status(path, follow=False)
-    for _ in range(_MAX_LINKS):
-        if found is None or not stat.S_ISLNK(found.st_mode):
-            if path != name:
-                _status(name, follow=True)  # raises where the kernel does not follow
-            return path, found
-        directory = os.path.dirname(path)
-        if linux.magic_of(directory or os.curdir) == linux.PROC:
-            return None
-        # Left to the kernel to resolve: the directories above may not be ours to read.
-        path = os.path.join(directory, os.readlink(path))
-        found = _status(path, follow=False)
-    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-
-
-def _status(path: str, *, follow: bool) -> os.stat_result | None:
-    try:
-        return os.stat(path, follow_symlinks=follow)
-    except FileNotFoundError:
-        return None
-
-
-def path_target(name: str | bytes, replace_link: bool = False) -> PathTarget | StockWay:
-    """Decide how to write to a path.
+def find_target(name: str | bytes, replace_link: bool = False) -> PathTarget:
+    """Return the file that a save to a path creates or replaces.
 
     Args:
         name: the path; one of bytes is torch's to write.
         replace_link: a symbolic link at the path is replaced, not the file that it leads to.
 
     Raises:
-        WriteError: nothing can be written there (missing directory, a directory, no permission).
+        CannotReplace: it is the name of no file.
+        OSError: a directory of the path is missing or not searchable for us, or the kernel does
+            not follow these links for us (`nosymfollow`, `fs.protected_symlinks`).
     """
     if not isinstance(name, str):
-        return StockWay(Reason("its path is bytes, not text", "give torch.save a str or a Path"))
+        raise CannotReplace(_BYTES)
     if replace_link and os.path.islink(name):
         return PathTarget(name, name, os.lstat(name))
     if not name or "\0" in name or name.endswith("/"):
-        return StockWay(Reason("not a file name", "give torch.save the name of a file"))
+        raise CannotReplace(_NO_NAME)
+    path, found = name, _status(name)
+    for _ in range(_MAX_LINKS):
+        if found is None or not stat.S_ISLNK(found.st_mode):
+            break
+        directory = os.path.dirname(path)
+        if linux.magic_of(directory or os.curdir) == linux.PROC:
+            raise CannotReplace(_DESCRIPTOR)
+        # Left to the kernel to resolve: the directories above may not be ours to read.
+        path = os.path.join(directory, os.readlink(path))
+        found = _status(path)
+    if path != name:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(name)  # raises where the kernel does not follow
+    return PathTarget(name, path, found)
+
+
+def _status(path: str) -> os.stat_result | None:
     try:
-        found = _follow(name)
-        if found is None:
-            return StockWay(_DESCRIPTOR)
-        path, there = found
-        directory = os.path.dirname(path) or os.curdir
-        parent = os.stat(directory)
-    except OSError as error:
-        raise _refusal(error.errno or errno.EIO, name) from error
-    if not stat.S_ISDIR(parent.st_mode):
-        raise _refusal(errno.ENOTDIR, name)
-    magic = linux.magic_of(directory)
+        return os.lstat(path)
+    except FileNotFoundError:
+        return None
+
+
+def check_replaceable(target: PathTarget, directory: int) -> None:
+    """Raise if no new file can be made at a target that we may write.
+
+    Args:
+        target: of a file.
+        directory: the descriptor of its directory.
+
+    Raises:
+        CannotReplace: torch has to write there.
+        OSError: nothing can be written there, by torch neither.
+    """
+    there, path = target.there, target.path
+    magic = linux.magic_of(target.where)
     if magic == linux.PROC:
-        return StockWay(Reason("not a file on a file system", A_FILE))
-    is_open = _allows(directory, os.R_OK | os.W_OK | os.X_OK)
-    if there is None:
-        if not is_open and not _allows(directory, os.W_OK | os.X_OK):
-            raise _denial(directory, name)
-        if not is_open:
-            return StockWay(_UNREADABLE)
-    else:
+        raise CannotReplace(_NO_FILE)
+    if there is not None and not stat.S_ISLNK(there.st_mode):
         if stat.S_ISDIR(there.st_mode):
-            raise _refusal(errno.EISDIR, name)
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not stat.S_ISREG(there.st_mode):
-            return StockWay(Reason("not a regular file", A_FILE))
-        if not _allows(path, os.W_OK):
-            raise _denial(directory, name)
-        if not is_open:
-            return StockWay(_UNWRITABLE)
-        reason = _why_kept(path, there, parent)
+            raise CannotReplace(_NO_FILE)
+        if not _is_writable(path):
+            number = errno.EROFS if linux.is_read_only(target.where) else errno.EACCES
+            raise OSError(number, os.strerror(number))
+        parent, user = os.fstat(directory), os.geteuid()
+        if user not in (0, there.st_uid):
+            raise CannotReplace(_FOREIGN)
+        if linux.is_mount_point(path, parent.st_dev):
+            raise CannotReplace(_MOUNTED)
+        if parent.st_mode & stat.S_ISVTX and there.st_uid not in (user, parent.st_uid):
+            # The kernel decides whether we may write it: `fs.protected_regular`.
+            raise CannotReplace(_STICKY)
+        if _is_held(there.st_dev, there.st_ino):
+            raise CannotReplace(_HELD)
+    if linux.is_append_only(directory):
+        raise CannotReplace(_APPEND_ONLY)
+    if magic not in _CAPABLE:
+        reason = _why_incapable(target.where, directory)
         if reason is not None:
-            return StockWay(reason)
-    limit = why_incapable(directory, magic)
-    return PathTarget(name, path, there) if limit is None else StockWay(limit)
+            raise CannotReplace(reason)
 
 
-def _why_kept(path: str, there: os.stat_result, parent: os.stat_result) -> Reason | None:
-    """Return why no new file may replace a file that we may write, None if one may."""
-    if os.geteuid() not in (0, there.st_uid):
-        return Reason("the file is another user's", ANOTHER_OWNER)
-    if linux.is_mount_point(path, parent.st_dev):
-        return Reason("the file is a mount point", "mount the directory instead of the file")
-    if parent.st_mode & stat.S_ISVTX and there.st_uid not in (os.geteuid(), parent.st_uid):
-        # The kernel decides whether we may write it: `fs.protected_regular`.
-        return Reason("the file is another user's, in a sticky directory", ANOTHER_OWNER)
-    if is_held(there.st_dev, there.st_ino):
-        return _HELD
-    return None
-
-
-def _allows(path: str, mode: int) -> bool:
-    """Return whether the effective user may do something (`os.access`) with a file."""
-    if os.access(path, mode, effective_ids=True):
+def _is_writable(path: str) -> bool:
+    if os.access(path, os.W_OK, effective_ids=True):
         return True
     # A container's filter may refuse faccessat2, which that takes; the older call asks for the
     # real user.
     is_same = (os.geteuid(), os.getegid()) == (os.getuid(), os.getgid())
-    return is_same and os.access(path, mode)
+    return is_same and os.access(path, os.W_OK)
 
 
-def _denial(directory: str, name: str) -> WriteError:
-    return _refusal(errno.EROFS if linux.is_read_only(directory) else errno.EACCES, name)
+def refusal_text(number: int, name: str) -> str | None:
+    """Return what a user has to know of a path where nothing can be written, None for more errors.
 
-
-def _refusal(number: int, name: str) -> WriteError:
+    Args:
+        number: the `errno` with which the target could not be opened.
+        name: the path.
+    """
     directory = os.path.dirname(name) or "."
     texts = {
         errno.ENOENT: f"Parent directory {directory} does not exist. Create it first, for "
@@ -222,10 +223,10 @@ def _refusal(number: int, name: str) -> WriteError:
         errno.EACCES: "No permission to write the file; check the modes and owners of the file "
         "and its directory",
     }
-    return write_error(number, name, texts.get(number))
+    return texts.get(number)
 
 
-def is_held(device: int, inode: int) -> bool:
+def _is_held(device: int, inode: int) -> bool:
     """Return whether a descriptor of this process should see what is saved to a file.
 
     `NamedTemporaryFile`, `mkstemp`, a lock (`flock`) on the checkpoint: what is saved under the
@@ -233,7 +234,11 @@ def is_held(device: int, inode: int) -> bool:
     is not: its reader sees the old file to its end. Nor is one of our own (`interrupts`). Takes
     about two microseconds for each descriptor of the process.
     """
-    for fd in _descriptors():
+    try:
+        fds = list(map(int, os.listdir("/proc/self/fd")))
+    except OSError:  # no /proc, or no descriptor left to look into it
+        fds = list(range(_MOST_WITHOUT_PROC))
+    for fd in fds:
         try:
             found = os.fstat(fd)
             if found.st_ino != inode or found.st_dev != device:
@@ -243,18 +248,9 @@ def is_held(device: int, inode: int) -> bool:
             continue
         if flags & (OWN | os.O_PATH):  # the latter cannot read
             continue
-        if flags & os.O_ACCMODE != os.O_RDONLY:
-            return True
-        if _holds_lock(fd):
+        if flags & os.O_ACCMODE != os.O_RDONLY or _holds_lock(fd):
             return True
     return False
-
-
-def _descriptors() -> Iterable[int]:
-    try:
-        return map(int, os.listdir("/proc/self/fd"))
-    except OSError:  # no /proc, or no descriptor left to look into it
-        return range(_MOST_WITHOUT_PROC)
 
 
 def _holds_lock(fd: int) -> bool:
@@ -269,94 +265,58 @@ def _holds_lock(fd: int) -> bool:
         return False
 
 
-def why_incapable(directory: str, magic: int) -> Reason | None:
+def _why_incapable(directory: str, fd: int) -> Reason | None:
     """Return why no file can be replaced in a directory; None if one can, or if that is not known.
 
     Object stores and old distributed file systems behind FUSE may have no `rename` over a file that
     is there, or only take its bytes sequentially. An error of the rename itself would come too
     late: by then torch has pickled. So where the type is unknown, two small files are tried, once
     for each mount in a process.
-
-    Args:
-        magic: the type of its file system (`linux.magic_of`).
     """
-    if magic in _CAPABLE:
-        return None
-    try:
-        key = (os.stat(directory).st_dev, linux.mount_of(directory))
-        if key not in _known:
-            _known[key] = _tried(directory)
-        return _known[key]
-    except OSError:  # it cannot be tried now: the save finds out
-        return None
+    key = (os.fstat(fd).st_dev, linux.mount_of(directory))
+    if key not in _incapable:
+        try:
+            _incapable[key] = _tried(fd)
+        except OSError:  # it cannot be tried now: the save finds out
+            return None
+    return _incapable[key]
 
 
-def _tried(directory: str) -> Reason | None:
-    """Write two files and rename one over the other.
+def _tried(directory: int) -> Reason | None:
+    """Write two files, the last page first, and rename one over the other.
 
     Raises:
         OSError: something else is wrong, and the trial has no result.
     """
-    stem = os.path.join(directory, f".fastserial-trial-{os.getpid()}-{os.urandom(4).hex()}")
-    first, second = f"{stem}-1.tmp", f"{stem}-2.tmp"
-    reason = Reason("the file system only takes the bytes of a file sequentially", RENAMES)
+    stem = f".fastserial-trial-{os.getpid()}-{os.urandom(4).hex()}"
+    names = f"{stem}-1.tmp", f"{stem}-2.tmp"
+    reason = _SEQUENTIAL
     try:
-        _write_backwards(first)
-        reason = Reason("the file system cannot rename a file over another", RENAMES)
-        _write_backwards(second)
-        os.rename(second, first)
+        for name in names:
+            with Descriptors() as files:
+                fd = files.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600, directory)
+                for offset in (PAGE, 0):
+                    os.pwrite(fd, bytes(PAGE), offset)
+                files.close_newest()
+            reason = _NO_RENAME
+        os.rename(names[1], names[0], src_dir_fd=directory, dst_dir_fd=directory)
     except OSError as error:
         if error.errno in _PASSING:
             raise
         return reason
     finally:
-        for path in (first, second):
+        for name in names:
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                os.unlink(name, dir_fd=directory)
     return None
 
 
-def _write_backwards(path: str) -> None:
-    """Make a file of two pages, the last one first.
-
-    Where that is refused no file is made, which matters where none can be removed.
-
-    Raises:
-        OSError: it is refused.
-    """
-    with Descriptors() as files:
-        fd = files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        for offset in (PAGE, 0):
-            os.pwrite(fd, bytes(PAGE), offset)
-        files.close_newest()
-
-
-# We may not, or the file system cannot; anything else is a failure.
-_REFUSED = (
-    errno.EPERM,
-    errno.EACCES,
-    errno.EINVAL,  # an owner that has no number in this user namespace (container)
-    errno.EOVERFLOW,  # the same, on an idmapped mount
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.E2BIG,
-    errno.ERANGE,
-)
 # Made for the old content: the kernel takes them off a file that is written to.
 _OF_THE_CONTENT = frozenset({"security.capability", "security.evm", "security.ima"})
 # Users, administrators and the kernel rely on these; other kinds are the file system's own affair.
 _KEPT = ("user.", "security.", "system.", "btrfs.")
 _ACL = "system."
-_UNREADABLE_ATTRIBUTES = "its extended attributes cannot be read"
 _NOBODY = 65534  # what the kernel shows for an owner who is not known here
-
-
-class CannotReplace(Exception):
-    """No new file can replace the target, for `reason`; nothing was changed so far."""
-
-    def __init__(self, text: str, remedy: str = ANOTHER_OWNER) -> None:
-        super().__init__(text)
-        self.reason = Reason(text, remedy)
 
 
 class Attributes(NamedTuple):
@@ -365,6 +325,17 @@ class Attributes(NamedTuple):
     mode: int
     owner: tuple[int, int]
     extended: dict[str, bytes]
+
+
+@contextlib.contextmanager
+def _refused_as_attributes() -> Iterator[None]:
+    """Raise a refusal in the body as a `CannotReplace`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        raise CannotReplace(_ATTRIBUTES) from error
 
 
 def attributes_of(status: os.stat_result, file: int | str) -> Attributes:
@@ -379,26 +350,21 @@ def attributes_of(status: os.stat_result, file: int | str) -> Attributes:
         OSError: the disk failed, or the file is gone.
     """
     follow = isinstance(file, int)
-    extended = {}
-    try:
-        names = os.listxattr(file, follow_symlinks=follow)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-            _raise_refusal(error, _UNREADABLE_ATTRIBUTES)
-        names = []
-    for name in names:
-        if not name.startswith(_KEPT) or name in _OF_THE_CONTENT:
-            continue
+    extended: dict[str, bytes] = {}
+    with _refused_as_attributes():
         try:
-            extended[name] = os.getxattr(file, name, follow_symlinks=follow)
+            names = os.listxattr(file, follow_symlinks=follow)
         except OSError as error:
-            if error.errno != errno.ENODATA:  # removed in between
-                _raise_refusal(error, _UNREADABLE_ATTRIBUTES)
-    owner = (status.st_uid, status.st_gid)
-    return Attributes(stat.S_IMODE(status.st_mode), owner, extended)
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            names = []
+        for name in names:
+            if name.startswith(_KEPT) and name not in _OF_THE_CONTENT:
+                extended[name] = os.getxattr(file, name, follow_symlinks=follow)
+    return Attributes(stat.S_IMODE(status.st_mode), (status.st_uid, status.st_gid), extended)
 
 
-def give(fd: int, wanted: Attributes) -> None:
+def set_attributes(fd: int, wanted: Attributes) -> None:
     """Give a new file of ours, which has no more permissions, the attributes of another one.
 
     Raises:
@@ -409,55 +375,29 @@ def give(fd: int, wanted: Attributes) -> None:
     if made == wanted:
         return
     if any(one == _NOBODY != own for one, own in zip(wanted.owner, made.owner, strict=True)):
-        raise CannotReplace("its owner is unknown in this user namespace")  # or `nobody`
-    differing = sorted(
-        name
-        for name in made.extended.keys() | wanted.extended.keys()
-        if made.extended.get(name) != wanted.extended.get(name)
-    )
-    lists = [name for name in differing if name.startswith(_ACL)]
-    for name in differing:
-        if name not in lists:  # as long as the file is ours
-            _set_extended(fd, name, wanted.extended.get(name))
-    if made.owner != wanted.owner:
-        with _refused_as(_text("owner")):
+        raise CannotReplace(_UNKNOWN_OWNER)  # or `nobody`
+    names = made.extended.keys() | wanted.extended.keys()
+    differing = {name for name in names if made.extended.get(name) != wanted.extended.get(name)}
+    lists = {name for name in differing if name.startswith(_ACL)}
+    with _refused_as_attributes():
+        _set_extended(fd, differing - lists, wanted)  # as long as the file is ours
+        if made.owner != wanted.owner:
             os.fchown(fd, *wanted.owner)
-    # An ACL changes the group's bits, a new owner clears others. Where the owner is not us, this
-    # takes the right that replacing a file in a sticky directory takes.
-    for name in lists:
-        _set_extended(fd, name, wanted.extended.get(name))
-    with _refused_as(_text("mode")):
+        # An ACL changes the group's bits, a new owner clears others. Where the owner is not us,
+        # this takes the right that replacing a file in a sticky directory takes.
+        _set_extended(fd, lists, wanted)
         if stat.S_IMODE(os.fstat(fd).st_mode) != wanted.mode or made.owner != wanted.owner:
             os.fchmod(fd, wanted.mode)
     now = attributes_of(os.fstat(fd), fd)  # some file systems only pretend
     has_lists = all((name in now.extended) == (name in wanted.extended) for name in lists)
     if now.owner != wanted.owner or (now.mode ^ wanted.mode) & 0o777 or not has_lists:
-        raise CannotReplace(_text("owner, mode or ACL"))
+        raise CannotReplace(_ATTRIBUTES)
 
 
-def _text(what: str) -> str:
-    return f"a new file cannot have its {what}"
-
-
-@contextlib.contextmanager
-def _refused_as(text: str) -> Iterator[None]:
-    """Raise a refusal in the body as a `CannotReplace` of that text."""
-    try:
-        yield
-    except OSError as error:
-        _raise_refusal(error, text)
-
-
-def _raise_refusal(error: OSError, text: str) -> NoReturn:
-    if error.errno not in _REFUSED:
-        raise error
-    raise CannotReplace(text) from error
-
-
-def _set_extended(fd: int, name: str, value: bytes | None) -> None:
-    """Set an extended attribute, or remove one that was inherited from the folder."""
-    with _refused_as(_text(f"attribute {name}")):
-        if value is not None:
-            os.setxattr(fd, name, value)
+def _set_extended(fd: int, names: set[str], wanted: Attributes) -> None:
+    """Set extended attributes, and remove those that were inherited from the folder."""
+    for name in names:
+        if name in wanted.extended:
+            os.setxattr(fd, name, wanted.extended[name])
         else:
             os.removexattr(fd, name)

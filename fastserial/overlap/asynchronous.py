@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from fastserial import config
 from fastserial.checkpoints.save import write
-from fastserial.config import options
 from fastserial.errors import (
     ConfigError,
     FastserialError,
     LayoutError,
     StorageChangedError,
     TornSnapshotError,
+    name_in,
 )
 from fastserial.files.targets import StockWay
 from fastserial.formats.zip.layout import ZipPlan, archive_name
@@ -192,14 +191,13 @@ def _prepare(
     taken: Snapshot, obj: object, prefix: str | None, arguments: Mapping[str, Any]
 ) -> _AsyncWork | str:
     """Open the file and lay the object out; or return why torch has to write it."""
-    on_report = config.current().on_report
-    with options(on_report=None):  # it gets the report that includes the snapshot
-        found = save_hooks.zip_writer(taken.path, prefix)
+    found = save_hooks.zip_writer(taken.path, prefix)
     if isinstance(found, StockWay):
         return found.reason
     writer, archive, _ = found
+    writer.snapshot = taken.report
     try:
-        layout = _Layout(taken.path, archive, taken)
+        layout = _SnapshotArchive(archive, taken)
         module = arguments["pickle_module"]
         # Copies need no counters: with 20,000 tensors recording them takes a tenth of the call.
         watched = taken.kind == "in_place"
@@ -208,13 +206,14 @@ def _prepare(
         taken.begin()
         if not layout.whole:
             taken.kind = "blocking"
-        return _AsyncWork(writer, layout.plan, taken, on_report)
-    except BaseException:
+        return _AsyncWork(writer, _plan_of(layout), taken)
+    except BaseException as error:
+        name_in(error, taken.path)
         writer.abort()
         raise
 
 
-def _pickle(obj: object, layout: _Layout, arguments: Mapping[str, Any]) -> None:
+def _pickle(obj: object, layout: ZipArchive, arguments: Mapping[str, Any]) -> None:
     function: Any = patched("_save")
     function(
         obj,
@@ -233,61 +232,35 @@ def size_of(obj: object, path: str) -> int | None:
     """
     if patched("_save") is None:
         return None
-    with _Layout(path, archive_name(path)) as layout:
+    with ZipArchive(None, archive_name(path)) as layout:
         _pickle(obj, layout, _ARGUMENTS)
-    return layout.plan.nbytes
+    return _plan_of(layout).nbytes
 
 
-class _Layout(ZipArchive):
-    """Lays an archive out, and writes nothing.
+class _SnapshotArchive(ZipArchive):
+    """Lays an archive of a snapshot out, and writes nothing.
 
     Attributes:
         whole: torch passed all storages in one call; those passed by themselves are not copied.
     """
 
-    def __init__(self, path: str, archive: str, taken: Snapshot | None = None) -> None:
-        self._sink = _PlanSink(path)
-        super().__init__(self._sink, archive, owns_writer=False)
+    def __init__(self, archive: str, taken: Snapshot) -> None:
+        super().__init__(None, archive)
         self.whole = True
         self._taken = taken
-
-    def __enter__(self) -> _Layout:
-        super().__enter__()
-        return self
-
-    @property
-    def plan(self) -> ZipPlan:
-        """The layout, once it is finished."""
-        if self._sink.plan is None:
-            raise LayoutError(f"{self._sink.name}: not laid out yet")
-        return self._sink.plan
 
     def write_record(self, name: str, data: str | bytes | int | UntypedStorage, size: int) -> None:
         self.whole &= isinstance(data, str | bytes)
         super().write_record(name, data, size)
 
     def _batch(self, storages: Sequence[UntypedStorage]) -> Batch:
-        return super()._batch(storages) if self._taken is None else self._taken.batch(storages)
+        return self._taken.batch(storages)
 
 
-@dataclass(slots=True)
-class _PlanSink:
-    """Keeps a layout instead of writing it."""
-
-    name: str
-    plan: ZipPlan | None = None
-
-    def write_plan(self, plan: ZipPlan) -> None:
-        self.plan = plan
-
-    def release_sources(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def abort(self) -> None:
-        pass
+def _plan_of(archive: ZipArchive) -> ZipPlan:
+    if archive.plan is None:
+        raise LayoutError(f"{archive.archive_name()}: not laid out yet")
+    return archive.plan
 
 
 @dataclass(slots=True)
@@ -297,7 +270,6 @@ class _AsyncWork:
     writer: FastFileWriter
     plan: ZipPlan
     taken: Snapshot
-    on_report: Callable[[SaveReport], object] | None
     then: Callable[[], object] | None = None
 
     def __call__(self) -> SaveReport:
@@ -316,11 +288,9 @@ class _AsyncWork:
             taken.end()
         if writer.report is None:
             raise FastserialError(f"{taken.path}: the save has ended without a report")
-        report = replace(writer.report, snapshot=taken.report())
-        publish_save(report, self.on_report, again=True)
         if self.then is not None:
             self.then()
-        return report
+        return writer.report
 
 
 def _save_now(

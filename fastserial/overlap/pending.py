@@ -3,8 +3,8 @@
 An error is raised where a caller waits for the save, else at the next save to the same target,
 else logged when the interpreter exits. The interpreter does not exit before the saves have ended.
 
-There is no lock: a signal handler that waits for a save could find it held by its own thread, and
-the saving thread would wait for it as well. Lists are changed by single calls of C instead.
+No lock guards the lists of saves: a signal handler that waits for a save could find it held by its
+own thread, and the saving thread would wait for it as well. They are changed by single calls of C.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from fastserial.errors import FastserialError
@@ -33,13 +35,13 @@ _log = logging.getLogger("fastserial")
 _MOST = 2  # one is written, one waits for its turn
 
 
-class PendingSave:
-    """A save that may still be running.
+class PendingSave(Future[SaveReport]):
+    """A save that may still be running: a `Future` of its report, which can be awaited, too.
 
         saving = fastserial.save_async(state, "ckpt.pt")
         print(saving.done(), saving.result(timeout=60))
 
-    It has the methods of a `concurrent.futures.Future` except `cancel`, and can be awaited.
+    `cancel` has no effect. Callbacks are called on the saving thread.
     """
 
     def __init__(self, path: str, target: str, snapshot: Snapshot | None = None) -> None:
@@ -50,17 +52,15 @@ class PendingSave:
             target: the file it leads to.
             snapshot: the storages that it saves, until their bytes are taken.
         """
+        super().__init__()
+        self.set_running_or_notify_cancel()
         self._path = path
         self._target = target
         self._snapshot = snapshot
-        self._end = threading.Event()
-        self._report: SaveReport | None = None
-        self._error: BaseException | None = None
         self._thread = 0
-        self._callbacks: list[Callable[[PendingSave], object]] = []
 
     def __repr__(self) -> str:
-        state = "pending" if not self.done() else "failed" if self._error else "saved"
+        state = "pending" if not self.done() else "failed" if self._end() else "saved"
         return f"<PendingSave {self._path!r}: {state}>"
 
     @property
@@ -71,13 +71,9 @@ class PendingSave:
     @property
     def report(self) -> SaveReport | None:
         """What the save did, once it has succeeded."""
-        return self._report
+        return super().result() if self.done() and self._end() is None else None
 
-    def done(self) -> bool:
-        """Return whether the save has ended, with or without an error."""
-        return self._end.is_set()
-
-    def wait(self, timeout: float | None = None) -> SaveReport:
+    def result(self, timeout: float | None = None) -> SaveReport:
         """Wait for the end of the save, and return its report.
 
         Args:
@@ -91,50 +87,19 @@ class PendingSave:
         error = self.exception(timeout)
         if error is not None:
             raise error
-        if self._report is None:
-            raise FastserialError(f"{self._path}: the save has ended without a report")
-        return self._report
+        return super().result()
 
-    result = wait
+    wait = result
 
     def __await__(self) -> Generator[Any, None, SaveReport]:
         """Let other tasks of the event loop run until the save ends; raise and return as `wait`."""
         import asyncio  # slow to import; who awaits has imported it
 
-        loop = asyncio.get_running_loop()
-        end: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not end.done():  # its task may be cancelled
-                end.set_result(None)
-
-        def ended(_: PendingSave) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(wake)
-
-        self.add_done_callback(ended)
-        yield from end
-        return self.wait()
-
-    def add_done_callback(self, function: Callable[[PendingSave], object]) -> None:
-        """Call a function with this object when the save has ended, at once if it has.
-
-        It is called on the saving thread. What it raises is logged.
-        """
-        self._callbacks.append(function)
-        if self.done():
-            self._call_back()
-
-    def _call_back(self) -> None:
-        while self._callbacks:
-            try:
-                function = self._callbacks.pop(0)
-            except IndexError:  # another thread has just taken it
-                break
-            try:
-                function(self)
-            except Exception:
-                _log.exception("%s: a function that is called after the save failed", self._path)
+        try:
+            return (yield from asyncio.wrap_future(self))
+        finally:
+            if self.done():
+                _drop(_failed, self)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end of the save, and return the error that ended it, or None.
@@ -144,11 +109,18 @@ class PendingSave:
         """
         if self._thread == threading.get_ident() and not self.done():
             raise FastserialError(f"{self._path}: a save cannot wait for itself")
-        with at_rest():
-            if not self._end.wait(timeout):
-                raise TimeoutError(f"{self._path}: not saved within {timeout} seconds")
+        error = self._end(timeout)
         _drop(_failed, self)
-        return self._error
+        return error
+
+    def _end(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end; its error still counts as one that no caller has seen."""
+        with at_rest():
+            try:
+                return super().exception(timeout)
+            except FutureTimeoutError:  # before Python 3.11 no builtin
+                text = f"{self._path}: not saved within {timeout} seconds"
+                raise TimeoutError(text) from None
 
     def wait_snapshot(self, timeout: float | None = None) -> None:
         """Return when the tensors may be changed: all bytes are written, or are copied now.
@@ -167,15 +139,15 @@ class PendingSave:
             raise TimeoutError(f"{self._path}: not all bytes taken within {timeout} seconds")
 
     def _finish(self, report: SaveReport | None, error: BaseException | None) -> None:
-        self._report = report
-        self._error = error
         self._snapshot = None
         if error is not None:
             _forget_frames(error)
             _failed.append(self)
         _drop(_pending, self)
-        self._end.set()
-        self._call_back()
+        if report is not None:
+            self.set_result(report)
+        else:
+            self.set_exception(error)
 
 
 _pending: list[PendingSave] = []  # in the order of the calls
@@ -194,8 +166,7 @@ def wait_all() -> None:
     """
     while waiting := list(_pending):
         for save in waiting:
-            with at_rest():
-                save._end.wait()
+            save._end()
     for failed in _failed:
         failed.wait()
 
@@ -209,8 +180,7 @@ def admit(target: str) -> None:
     if _is_saving():
         return
     while before := _blocking_save(target):
-        with at_rest():
-            before._end.wait()
+        before._end()
     for failed in _failed:
         if failed._target == target:
             failed.wait()
@@ -286,10 +256,13 @@ def finished(path: str, target: str, work: Callable[[], SaveReport]) -> PendingS
     save._thread = threading.get_ident()
     _pending.append(save)  # if the process ends meanwhile (this is a daemon thread), it is logged
     try:
-        save._report = work()
-    finally:
+        report = work()
+    except BaseException as error:
         _drop(_pending, save)
-        save._end.set()
+        save.set_exception(error)
+        raise
+    _drop(_pending, save)
+    save.set_result(report)
     return save
 
 
@@ -298,7 +271,7 @@ def _run(
 ) -> None:
     save._thread = threading.get_ident()
     while before:
-        before.pop(0)._end.wait()
+        before.pop(0)._end()
     report: SaveReport | None = None
     error: BaseException | None = None
     try:
@@ -329,17 +302,14 @@ def _at_exit() -> None:
     for save in _pending:
         _log.error("%s: the process ends before it was saved; given up", save.path)
     for save in _failed:
-        _log.error("%s: it was not saved: %s", save.path, save._error)
+        _log.error("%s: it was not saved: %s", save.path, save._end())
 
 
 def _in_child() -> None:
     """End the parent's pending saves in a forked child: nothing here waits for them."""
     for save in _pending:
-        save._end = threading.Event()
-        save._snapshot = None
-        save._callbacks.clear()
-        save._error = FastserialError(f"{save.path}: this save is the parent process's")
-        save._end.set()
+        PendingSave.__init__(save, save._path, save._target)  # another thread may hold its lock
+        save.set_exception(FastserialError(f"{save.path}: this save is the parent process's"))
     _pending.clear()
     _failed.clear()
 

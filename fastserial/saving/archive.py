@@ -7,7 +7,7 @@ storages in one call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fastserial import trace
 from fastserial.checksums import crc32
@@ -28,45 +28,31 @@ from fastserial.saving import torch_writer
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ArchiveSink", "ZipArchive"]
+    from fastserial.saving.writer import FastFileWriter
+
+__all__ = ["ZipArchive"]
 
 _HEAD = 8
 
 
-class ArchiveSink(Protocol):
-    """The target of an archive: a FastFileWriter, or the plan of a `save_async`."""
-
-    @property
-    def name(self) -> str:
-        """The name of the file in errors."""
-
-    def write_plan(self, plan: ZipPlan) -> None:
-        """Append a whole archive."""
-
-    def release_sources(self) -> None:
-        """Wait until no storage given so far is needed any more."""
-
-    def close(self) -> None:
-        """Finish the file."""
-
-    def abort(self) -> None:
-        """Discard what was written."""
-
-
 class ZipArchive:
-    """A context manager that lays out one archive and writes it when left without an exception."""
+    """A context manager that lays out one archive and writes it when left without an exception.
+
+    Attributes:
+        plan: the layout, once it is complete.
+    """
 
     def __init__(
         self,
-        writer: ArchiveSink,
+        writer: FastFileWriter | None,
         archive: str,
-        owns_writer: bool,
+        owns_writer: bool = False,
         alignment: int | None = None,
     ) -> None:
         """Start an archive at the writer's position.
 
         Args:
-            writer: the target of the archive.
+            writer: the target of the archive; None: it is laid out, and not written.
             archive: the name torch puts before the records' names.
             owns_writer: close the writer at the end. An exception discards it in any case.
             alignment: of the records' data (bytes); by default the one torch would use.
@@ -74,19 +60,14 @@ class ZipArchive:
         Raises:
             LayoutError: the storage alignment does not fit the format.
         """
+        self.plan: ZipPlan | None = None
         self._writer = writer
         self._owns_writer = owns_writer
         if alignment is None:
             alignment = torch_writer.alignment()
         self._layout = ZipLayout(archive, alignment, torch_writer.checksums_wanted())
         self._archive = archive
-        self._finished = False
         self._pause = paused_collection()  # while torch pickles
-
-    @property
-    def writer(self) -> ArchiveSink:
-        """The target of the archive."""
-        return self._writer
 
     def archive_name(self) -> str:
         """Return the name put before the records' names."""
@@ -130,31 +111,33 @@ class ZipArchive:
         Raises:
             WriteError: the disk is full or failed.
         """
-        if self._finished:
+        if self.plan is not None:
             return
-        self._finished = True
         self._pause.end()
         with paused_collection():
-            plan = torch_writer.finish(self._layout)
-        self._writer.write_plan(plan)
+            self.plan = torch_writer.finish(self._layout)
+        if self._writer is not None:
+            self._writer.write_plan(self.plan)
 
     def __enter__(self) -> ZipArchive:
         self._pause.begin()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self._pause.end()
-            name_in(error, self._writer.name)
-            self._writer.abort()
-            return
+        writer = self._writer
         try:
-            self.write_end_of_file()
-            if self._owns_writer:
-                self._writer.close()
-            else:
-                self._writer.release_sources()
+            if error is None:
+                self.write_end_of_file()
+                if self._owns_writer and writer is not None:
+                    writer.close()
+                elif writer is not None:
+                    writer.release_sources()
+            elif writer is not None:
+                name_in(error, writer.name)
+                writer.abort()
         except BaseException:
-            self._pause.end()
-            self._writer.abort()
+            if writer is not None:
+                writer.abort()
             raise
+        finally:
+            self._pause.end()

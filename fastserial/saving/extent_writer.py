@@ -26,26 +26,22 @@ from fastserial.config import Config
 from fastserial.config.performance import PAGE
 from fastserial.engines import Completion, Engine, Op, Request, create, start
 from fastserial.errors import EngineError
-from fastserial.files.caching import Timing, begin_writeback
-from fastserial.files.linux import reserve
+from fastserial.files.caching import Trial, begin_writeback
 from fastserial.formats.extents import Data, Extent
-from fastserial.interrupts import finish
+from fastserial.interrupts import Descriptors, finish
 from fastserial.memory.buffers import BufferPool, on_host, open_ring
 from fastserial.memory.held_settings import paused_collection, quick_switches
 from fastserial.memory.storages import StorageMemory
 from fastserial.reports import HOST_ONLY, Transfer
 from fastserial.saving.fill import (
     BlockContent,
-    ExtentPart,
-    fetches,
-    held,
-    is_borrowed,
-    lone_memory,
-    prepare,
+    device_copies,
+    device_memory,
+    fill_request,
     write_all,
     write_buffered,
 )
-from fastserial.saving.route import OutputFile, Route, choose_route
+from fastserial.saving.route import Route, choose_route
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +88,7 @@ class Outcome:
 class ExtentWriter:
     """Writes extents to one descriptor, which stays the caller's.
 
-    Parts that follow each other in the file share blocks. Raises the `OSError` of the first write
+    Extents that follow each other in the file share blocks. Raises the `OSError` of the first write
     that failed; then only `close` may follow.
 
     Attributes:
@@ -115,39 +111,30 @@ class ExtentWriter:
             owner: kept as long as the descriptor is written to.
         """
         self.outcome = Outcome()
-        self._file = OutputFile(fd, owner)
+        self._fd = fd
+        self._files = Descriptors()  # the file again, for direct I/O
+        self._owner = owner
         self._config = config
         self._on_progress = on_progress
         self._expected: int | None = None
-        self._reserve_at: int | None = None  # None: nothing is to be reserved
         self._nbytes = 0  # given so far
         self._route: Route | None = None  # of blocks, once there is one
         self._queue: RequestQueue | None = None  # ... and its engine,
-        self._timing: Timing | None = None  # ... and how long the device takes
+        self._trial: Trial | None = None  # ... of the device, while it lasts
         self._devices = DeviceBlocks(config)
         self._turns = quick_switches()  # other threads release the interpreter's lock sooner
-        self._parts: list[ExtentPart] = []  # of the block that is not full yet
-        self._ledgers: set[CrcLedger] = set()
+        self._block: list[Extent] = []  # of the block that is not full yet
+        self._block_end = 0  # where that ends in the file so far
+        self._ledger: CrcLedger | None = None  # of the block
 
-    def expect(self, nbytes: int, reserve_at: int | None = None) -> None:
-        """Note how many bytes there will be, as far as known.
-
-        Args:
-            nbytes: of all that is written.
-            reserve_at: offset in the file of the first of them (bytes), if their space is to be
-                reserved before the first block; None: others reserve it.
-
-        Raises:
-            OSError: there is not enough space.
-        """
-        self._expected, self._reserve_at = nbytes, reserve_at
-        if self._route is not None:
-            self._reserve()
+    def expect(self, nbytes: int) -> None:
+        """Note how many bytes there will be, as far as known."""
+        self._expected = nbytes
 
     def write(
         self, extents: Iterable[Extent], ledger: CrcLedger | None = None, base: int = 0
     ) -> None:
-        """Write extents; their memory must stay as it is until `release_sources` or `finish`.
+        """Write extents; their memory must stay as it is until `flush`.
 
         Args:
             extents: fastest in file order. One that needs checksums follows the extents that give
@@ -156,59 +143,46 @@ class ExtentWriter:
             base: offset in the file of the layout's first byte (bytes).
         """
         with paused_collection():
-            parts = [
-                ExtentPart(base + extent.offset, extent.source, extent.start, extent.length, ledger)
-                for extent in extents
-            ]
+            given = [Extent(base + e.offset, e.length, e.source, e.start) for e in extents]
         devices = {
-            part.source.memory.device
-            for part in parts
-            if type(part.source) is Data and type(part.source.memory) is StorageMemory
+            extent.source.memory.device
+            for extent in given
+            if type(extent.source) is Data and type(extent.source.memory) is StorageMemory
         }
-        nbytes = sum([part.length for part in parts])
+        nbytes = sum([extent.length for extent in given])
         self._nbytes += nbytes
-        config = self._config
-        large = self._nbytes > config.small_file or config.direct is True
-        if not large:
+        if self._nbytes <= self._config.small_file and self._config.direct is not True:
             if devices:
                 self._devices.copy_at_once("a small file")
-            self._write_without_engine(parts, nbytes)
+            self._write_without_engine(given, ledger, nbytes)
             return
         if devices:
             self._devices.join(devices, self._queue is not None)
-        if ledger is not None:
-            self._ledgers.add(ledger)
+        route = self._route or self._begin()  # before the first block is cut
+        if ledger is not self._ledger:
+            self.flush()
+            self._ledger = ledger
         with trace.step("cut into blocks"):
-            for part in parts:
-                self._put(part)
+            for extent in given:
+                self._put(extent, route.block_size)
 
     def start(self) -> None:
         """Submit all full blocks now, instead of when no buffer is free."""
         if self._queue is not None:
             self._queue.submit()
 
-    def release_sources(self) -> None:
-        """Wait until no memory given so far is needed any more, but for `bytes` objects."""
+    def flush(self) -> None:
+        """Write the last block, and wait until no memory given so far is needed any more."""
+        self._dispatch()
         self._drain()
-        parts, self._parts = self._parts, []
-        for part in parts:
-            self._parts.extend(held(part) if is_borrowed(part) else [part])
-
-    def finish(self) -> None:
-        """Write the last block and wait until everything is written."""
-        if self._parts:
-            self._dispatch()
-        self._drain()
-        if self._timing is not None and self._route is not None and self._route.kind == "direct":
-            self._timing.confirm()
 
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for writes in flight. Idempotent."""
         finish(self._stop, self._devices.close, self._free)
 
     def _stop(self) -> None:
-        for ledger in self._ledgers:
-            ledger.fail()  # if the save failed, a thread may wait for checksums that never come
+        if self._ledger is not None:
+            self._ledger.fail()  # if the save failed, a thread may wait for checksums in vain
         if self._queue is not None:
             self._queue.stop()
 
@@ -218,65 +192,60 @@ class ExtentWriter:
         if self._queue is not None:
             self._queue.pool.close()
             self._queue = None
-        self._file.close()
-        self._parts = []
+        self._files.close()
+        self._block = []
 
-    # -- from parts to blocks ------------------------------------------------------------------
+    # -- from extents to blocks ----------------------------------------------------------------
 
-    def _put(self, part: ExtentPart) -> None:
-        """Take a part. Blocks that are full are queued."""
-        offset, source, start, rest, ledger = part
-        if self._parts and offset != self._parts[-1].offset + self._parts[-1].length:
+    def _put(self, extent: Extent, block_size: int) -> None:
+        """Cut an extent at the ends of blocks. Blocks that are full are queued.
+
+        A block that begins within a page is the rest of that page.
+        """
+        offset, rest, source, start = extent
+        if offset != self._block_end:
             self._dispatch()
         while rest:
-            length = min(rest, self._free_bytes(offset))
-            self._parts.append(ExtentPart(offset, source, start, length, ledger))
+            first = self._block[0].offset if self._block else offset
+            size = PAGE if first % PAGE else block_size
+            end = first - first % size + size
+            length = min(rest, end - offset)
+            self._block.append(Extent(offset, length, source, start))
             offset += length
             start += length
             rest -= length
-            if not self._free_bytes(offset):
+            if offset == end:
                 self._dispatch()
-
-    def _free_bytes(self, offset: int) -> int:
-        """Return how many bytes the open block still takes at `offset`.
-
-        A range that begins within a page begins with a block of the rest of that page.
-        """
-        begin = self._parts[0].offset if self._parts else offset
-        if begin % PAGE:
-            end = begin + -begin % PAGE
-        else:
-            size = self._config.block_size if self._route is None else self._route.block_size
-            end = begin - begin % size + size
-        return end - offset
+        self._block_end = offset
 
     def _dispatch(self) -> None:
         """Queue the block that is complete, or the last one."""
-        parts, self._parts = self._parts, []
-        length = sum(part.length for part in parts)
-        route = self._next_route()
-        queue = self._queue
-        if queue is None:
-            self._write_without_engine(parts, length)
+        extents, self._block = self._block, []
+        if not extents:
             return
-        if length > route.block_size:  # copies have no bounds of their own
-            raise EngineError(f"{length} bytes do not fit a block of {route.block_size}")
-        offset = parts[0].offset
-        if self._timing is not None:
-            self._timing.take(offset, length)
+        route = self._next_route()
+        queue, ledger = self._queue, self._ledger
+        offset = extents[0].offset
+        length = sum(extent.length for extent in extents)
+        if queue is None:
+            self._write_without_engine(extents, ledger, length)
+            return
+        if self._trial is not None:
+            self._trial.take(offset, length)
         aligned = length - length % route.alignment
         direct = route.kind == "direct" and aligned > 0 and offset % route.alignment == 0
         buffer = queue.pool.take()
-        move = self._devices.fetch(parts, length, offset, buffer)
+        move = self._devices.fetch(extents, length, offset, buffer)
+        files = (self._owner, self._files)
         queue.add(
             Request(
                 Op.WRITE,
-                self._file.direct_fd if direct else self._file.fd,
+                route.direct_fd if direct else self._fd,
                 offset,
                 aligned if direct else length,
                 buffer,
-                prepare,
-                BlockContent(parts, length, self._file, self._devices.ring),
+                fill_request,
+                BlockContent(extents, length, ledger, files, self._devices.ring),
                 move=move,
             )
         )
@@ -287,8 +256,7 @@ class ExtentWriter:
     def _begin(self) -> Route:
         """Choose the route and start its engine, if there is memory for that."""
         self._turns.begin()
-        route = choose_route(self._file, self._config, self._expected)
-        self._reserve()
+        route = choose_route(self._fd, self._files, self._config, self._expected)
         try:
             self._queue = RequestQueue.open(route, self._devices)
         except (MemoryError, OSError) as error:
@@ -296,32 +264,32 @@ class ExtentWriter:
                 raise
             return self._take(route.without_engine(error))
         self.outcome.engine = self._queue.engine.name
-        refusal = None if self._file.direct_fd >= 0 else route.fallback or _SWITCHED_OFF
-        if self._devices.open_path(self._queue.engine, self._file.fd, refusal):
+        refusal = None if route.direct_fd >= 0 else route.fallback or _SWITCHED_OFF
+        if self._devices.open_path(self._queue.engine, self._fd, refusal):
             route = route.past_the_host()
-        self._timing = Timing(self._file.fd)
+        self._trial = Trial(self._fd) if route.kind == "trial" else None
         return self._take(route)
-
-    def _reserve(self) -> None:
-        if self._expected is not None and self._reserve_at is not None:
-            reserve(self._file.fd, self._reserve_at, self._expected, self._config)
 
     def _next_route(self) -> Route:
         """Return the route of the next block, once there is a buffer for it.
 
         It changes when a trial has ended.
         """
-        route = self._route or self._begin()
         queue = self._queue
-        if queue is None:
-            return route
-        while not queue.pool.free:
+        while queue is not None and not queue.pool.free:
             self._reap(queue)
-        route = self._route or route  # direct I/O may have been refused in between
-        if route.kind == "trial" and self._timing is not None and self._timing.is_enough:
+        route = self._current_route  # direct I/O may have been refused in between
+        if route.kind == "trial" and self._trial is not None and self._trial.is_enough:
             self._drain()
-            route = self._take(route.after_trial(self._timing.judge()))
+            route = self._take(route.after_trial(self._trial.judge()))
+            self._trial = None
         return route
+
+    @property
+    def _current_route(self) -> Route:
+        if self._route is None:
+            raise EngineError("a block is written before its route is chosen")
+        return self._route
 
     def _take(self, route: Route) -> Route:
         """Use a route from the next block on."""
@@ -348,9 +316,9 @@ class ExtentWriter:
             if request.length < block.length and queue.engine.capabilities.moves_data:
                 tail = request.buffer.view[request.length : block.length]
                 self._write_cached(tail, request.offset + request.length)
-            route = self._route
-            if route is not None and route.writeback and route.kind == "cached":
-                begin_writeback(self._file.fd, request.offset, request.length)
+            route = self._current_route
+            if route.writeback and route.kind == "cached":
+                begin_writeback(self._fd, request.offset, request.length)
             queue.pool.give(request.buffer)
             queued, started, done = request.times
             self.outcome.submit_seconds.append(started - queued)
@@ -366,21 +334,24 @@ class ExtentWriter:
             raise OSError(
                 errno.EIO, f"only {completion.transferred} of {request.length} bytes were written"
             )
+        route = self._current_route
         refused = isinstance(error, OSError) and error.errno == errno.EINVAL
-        if self._route is None or not refused or request.fd != self._file.direct_fd:
+        if not refused or request.fd != route.direct_fd:
             raise error
         # The block is filled; the file system takes it only through the page cache.
-        route = self._take(self._route.refused())
+        route = self._take(route.refused())
         _log.debug("%s; going on through the page cache", route.fallback)
         self._write_cached(request.view, request.offset)
 
     @trace.traced("write tail (page cache)")
     def _write_cached(self, view: memoryview, offset: int) -> None:
         self.outcome.plain_bytes += len(view)
-        write_all(self._file.fd, view, offset)
+        write_all(self._fd, view, offset)
 
-    def _write_without_engine(self, parts: Sequence[ExtentPart], nbytes: int) -> None:
-        write_buffered(self._file.fd, parts)
+    def _write_without_engine(
+        self, extents: Sequence[Extent], ledger: CrcLedger | None, nbytes: int
+    ) -> None:
+        write_buffered(self._fd, extents, ledger)
         self.outcome.plain_bytes += nbytes
         self._advance(nbytes)
 
@@ -521,12 +492,12 @@ class DeviceBlocks:
         return self._path is not None
 
     def fetch(
-        self, parts: Sequence[ExtentPart], length: int, offset: int, buffer: Buffer
+        self, extents: Sequence[Extent], length: int, offset: int, buffer: Buffer
     ) -> Move | None:
         """Start the copies from devices to a buffer.
 
         Args:
-            parts: what the block consists of.
+            extents: what the block consists of.
             length, offset: of the block in the file (bytes).
             buffer: one that was taken.
 
@@ -539,13 +510,12 @@ class DeviceBlocks:
         if self.ring is None:
             return None
         path = self._path
-        lone = lone_memory(parts) if path is not None else None
-        if path is not None and lone is not None:
-            memory, shown = lone
+        alone = device_memory(extents) if path is not None else None
+        if path is not None and alone is not None:
+            memory, checksummed = alone
             if path.takes(memory.device, offset, length):
-                first = parts[0].start
-                return path.write(buffer, memory, first, length, shown)
-        self.ring.fetch(buffer, fetches(parts))
+                return path.write(buffer, memory, extents[0].start, length, checksummed)
+        self.ring.fetch(buffer, device_copies(extents))
         return None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Fills memory with parts of a layout; a chunk is checksummed while it is in the cache.
+"""Fills memory with extents of a layout, and checksums each chunk while it is in the cache.
 
 Small storages are packed: a few calls for hundreds of them, instead of a few for each.
 """
@@ -9,40 +9,37 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fastserial import trace
 from fastserial.checksums import CrcLedger, crc32
-from fastserial.config.performance import CACHED_CHUNK, FILL_CHUNK, GATHERED_CHUNK, UNCOPIED
+from fastserial.config.performance import FILL_CHUNK
 from fastserial.engines import Request
 from fastserial.errors import LayoutError
 from fastserial.formats.extents import (
     Data,
     DescriptorPatch,
+    Extent,
     Literal,
     Made,
     Packed,
-    Source,
     Trailer,
 )
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
-from fastserial.memory.storages import HostMemory, StorageMemory, StorageOnHost
+from fastserial.memory.storages import HostMemory, StorageMemory
 
 if TYPE_CHECKING:
     from fastserial.memory.buffers import Ring
 
 __all__ = [
     "BlockContent",
-    "ExtentPart",
-    "fetches",
+    "device_copies",
+    "device_memory",
     "fill",
-    "held",
-    "is_borrowed",
-    "lone_memory",
-    "prepare",
+    "fill_request",
     "staged",
     "write_all",
     "write_buffered",
@@ -51,201 +48,158 @@ __all__ = [
 _CRC = struct.Struct("<I")
 
 
-class ExtentPart(NamedTuple):
-    """A piece of an extent that is still to be written, and where its checksums are kept.
-
-    Attributes:
-        offset: in the file (bytes).
-        source, start, length: `length` bytes of the source, from its byte `start` on.
-        ledger: collects and gives the CRC-32s.
-    """
-
-    offset: int
-    source: Source
-    start: int
-    length: int
-    ledger: CrcLedger | None
-
-
 @dataclass(slots=True)
 class BlockContent:
-    """What fills a block, and how.
+    """What fills a block.
 
     Attributes:
-        parts, length: what fills it, so many bytes.
+        extents: that fill it, in the order of the file, at offsets in the file.
+        length: bytes of them all.
+        ledger: collects and gives the CRC-32s; None: none are wanted.
         files: keeps the descriptors open.
         ring: copies device memory to the buffer; None: there is none, or it goes past the host.
     """
 
-    parts: list[ExtentPart]
+    extents: list[Extent]
     length: int
+    ledger: CrcLedger | None
     files: object
     ring: Ring | None = None
 
 
 @trace.traced("fill (rest)")
-def prepare(request: Request) -> None:
+def fill_request(request: Request) -> None:
     """Fill a block's buffer. If that fails, no thread is left waiting for its checksums."""
     block: BlockContent = request.tag
     try:
         if block.ring is not None:
             with trace.step("copy from the device (D2H)"):
                 block.ring.arrive(request.buffer)
-        there = block.ring is not None
-        fill(block.parts, request.buffer.view, request.buffer.address, there)
+        buffer, copied = request.buffer, block.ring is not None
+        fill(block.extents, block.ledger, buffer.view, buffer.address, copied)
     except BaseException as error:
-        for part in block.parts:
-            if part.ledger is not None:
-                part.ledger.fail(error)
+        if block.ledger is not None:
+            block.ledger.fail(error)
         raise
 
 
-def fetches(parts: Sequence[ExtentPart]) -> Iterator[tuple[int, StorageMemory, int, int]]:
-    """Yield the copies from devices for `fill`, as `Ring.fetch` takes them."""
+def device_copies(extents: Sequence[Extent]) -> Iterator[tuple[int, StorageMemory, int, int]]:
+    """Yield the copies from devices that `fill` needs, as `Ring.fetch` takes them."""
     at = 0
-    for part in parts:
-        source = part.source
+    for _, length, source, start in extents:
         if isinstance(source, Data) and isinstance(source.memory, StorageMemory):
-            yield at, source.memory, part.start, part.length
-        at += part.length
+            yield at, source.memory, start, length
+        at += length
 
 
-def lone_memory(parts: Sequence[ExtentPart]) -> tuple[StorageMemory, bool] | None:
-    """Return the device's memory that the parts are a piece of, and whether its CRC-32 is wanted.
+def device_memory(extents: Sequence[Extent]) -> tuple[StorageMemory, bool] | None:
+    """Return the device memory that is all of a block, and whether its CRC-32 is wanted.
 
-    None: something else is among them.
+    None: the block has other content.
     """
-    part, *others = parts
-    source = part.source
-    if others or not isinstance(source, Data) or not isinstance(source.memory, StorageMemory):
+    source = extents[0].source
+    if len(extents) > 1 or not isinstance(source, Data):
         return None
-    return source.memory, source.record is not None and part.ledger is not None
+    memory = source.memory
+    return (memory, source.record is not None) if isinstance(memory, StorageMemory) else None
 
 
 def fill(
-    parts: Sequence[ExtentPart], view: memoryview, address: int, fetched: bool = False
+    extents: Iterable[Extent],
+    ledger: CrcLedger | None,
+    view: memoryview,
+    address: int,
+    copied: bool = False,
 ) -> None:
-    """Put the bytes of the parts back to back at `address`, which `view` shows.
+    """Put the bytes of extents back to back at `address`, which `view` shows.
 
-    Parts that need checksums are filled last: they may wait for threads that fill earlier blocks.
+    Extents that need checksums are filled last: they may wait for threads that fill earlier blocks.
 
     Args:
-        fetched: the `fetches` of the parts are there.
+        extents: what to put there.
+        ledger: collects and gives the CRC-32s.
+        view, address: the memory, of at least as many bytes.
+        copied: the `device_copies` are there already.
     """
     at = 0
-    late: list[tuple[int, ExtentPart]] = []
-    for part in parts:
-        _, source, start, length, ledger = part
+    late: list[tuple[int, Extent]] = []
+    for extent in extents:
+        _, length, source, start = extent
         if isinstance(source, Data):
-            _fill_data(source, part, view, address, at, fetched)
+            _fill_data(source, extent, ledger, view[at : at + length], address + at, copied)
         elif isinstance(source, Packed):
             if length == source.length:
-                _fill_packed(source, ledger, view, at)
+                view[at : at + length] = _packed(source, ledger)
             else:
                 view[at : at + length] = _packed_piece(source, ledger, start, length)
         elif isinstance(source, Literal):
             view[at : at + length] = source.data[start : start + length]
         else:
-            late.append((at, part))
+            late.append((at, extent))
         at += length
-    for at, (_, source, start, length, ledger) in late:
-        if isinstance(source, Made):
-            with trace.step("make"):
-                view[at : at + length] = source.piece(start, length)
-            continue
-        if ledger is None:
-            raise LayoutError("a source that needs checksums came without a ledger")
+    for at, extent in late:
+        view[at : at + extent.length] = _late_bytes(extent, ledger)
+
+
+def _late_bytes(extent: Extent, ledger: CrcLedger | None) -> bytes | bytearray:
+    """Return the bytes of an extent that may need checksums."""
+    _, length, source, start = extent
+    if isinstance(source, Made):
+        with trace.step("make"):
+            return source.piece(start, length)
+    if ledger is None:
+        raise LayoutError("a source that needs checksums came without a ledger")
+    text: bytes | bytearray
+    with trace.step("wait for checksums"):
         if isinstance(source, DescriptorPatch):
-            text: bytes | bytearray = bytearray(source.data)
-            with trace.step("wait for checksums"):
-                _CRC.pack_into(text, source.at, ledger.wait(source.record))
+            text = bytearray(source.data)
+            _CRC.pack_into(text, source.at, ledger.wait(source.record))
         elif isinstance(source, Trailer):
-            with trace.step("wait for checksums"):
-                crcs = ledger.wait_all()
-            text = source.data(crcs)
+            text = source.data(ledger.wait_all())
         else:
-            raise LayoutError(f"no such source: {source!r}")
-        view[at : at + length] = text[start : start + length]
+            raise LayoutError(f"no bytes can be written of {source!r}")
+    return text[start : start + length]
 
 
 def _fill_data(
     source: Data,
-    part: ExtentPart,
+    extent: Extent,
+    ledger: CrcLedger | None,
     view: memoryview,
     address: int,
-    at: int,
-    fetched: bool,
+    copied: bool,
 ) -> None:
-    _, _, start, length, ledger = part
+    """Copy a storage's bytes to `address`, which `view` shows, chunk by chunk, with their CRC."""
+    _, length, _, start = extent
+    record = source.record if ledger is not None else None
     memory = source.memory
-    wanted = source.record is not None and ledger is not None
-    step = FILL_CHUNK if wanted else max(1, length)
     copy_to, checksum = memory.copy_to, crc32
-    if fetched and isinstance(memory, StorageMemory):
+    if copied and isinstance(memory, StorageMemory):
         memory.check()
-        copy_to = _is_there
+        copy_to = _do_not_copy
     elif trace.listener is not None:
         near = isinstance(memory, HostMemory)
         copy_to = trace.traced("copy" if near else "copy from the device (D2H)")(copy_to)
     if trace.listener is not None:
         checksum = trace.traced("CRC-32")(checksum)
     crc = 0
+    step = max(1, length) if record is None else FILL_CHUNK
     for done in range(0, length, step):
         size = min(step, length - done)
-        copy_to(address + at + done, start + done, size)
-        if wanted:
-            crc = checksum(view[at + done : at + done + size], crc)
-    if source.record is not None and ledger is not None:
-        ledger.add(source.record, start, length, crc)
+        copy_to(address + done, start + done, size)
+        if record is not None:
+            crc = checksum(view[done : done + size], crc)
+    if ledger is not None and record is not None:
+        ledger.add(record, start, length, crc)
 
 
-def _is_there(address: int, start: int, length: int) -> None:
-    """Do nothing, in place of a copy that was made already."""
-
-
-def _packed_piece(source: Packed, ledger: CrcLedger | None, start: int, length: int) -> bytes:
-    """Return a part of a packed source that the end of a block cuts."""
-    with source.lock:
-        if source.made is None:
-            source.made = staged([ExtentPart(0, source, 0, source.length, ledger)])
-        piece = bytes(source.made[start : start + length])
-        source.used += length
-        if source.used == source.length:
-            source.made = None
-    return piece
-
-
-def staged(parts: Sequence[ExtentPart]) -> bytearray:
-    """Return the bytes of the parts, for what does not go through the pool."""
-    whole = bytearray(sum(part.length for part in parts))
-    if whole:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
-        fill(parts, memoryview(whole), address)
-    return whole
-
-
-def is_borrowed(part: ExtentPart) -> bool:
-    """Return whether a part needs memory that belongs to others."""
-    if isinstance(part.source, Literal):
-        return not isinstance(part.source.data, bytes)
-    return isinstance(part.source, Data | Packed | Made)
-
-
-def held(part: ExtentPart) -> Iterator[ExtentPart]:
-    """Copy what a part needs, in pieces, because Python holds its lock while it allocates."""
-    offset, source, start, length, ledger = part
-    for done in range(0, length, FILL_CHUNK):
-        size = min(FILL_CHUNK, length - done)
-        data = bytes(staged([ExtentPart(offset + done, source, start + done, size, ledger)]))
-        yield ExtentPart(offset + done, Literal(data), 0, size, None)
+def _do_not_copy(address: int, start: int, length: int) -> None:
+    """Stand in for a copy that was made already."""
 
 
 @trace.traced("pack small storages")
-def _fill_packed(source: Packed, ledger: CrcLedger | None, view: memoryview, at: int) -> None:
-    """Put the bytes of a pack at byte `at` of `view`: copied twice, but by few calls.
-
-    Enters the CRC-32s in the ledger, if they are wanted.
-    """
+def _packed(source: Packed, ledger: CrcLedger | None) -> bytes:
+    """Return the bytes of a pack, copied twice, but by few calls; enter their CRC-32s."""
     wanted = ledger is not None and source.first is not None
     sizes, seal = source.sizes, source.seal
     texts = source.batch.texts(source.begin, source.begin + len(sizes))
@@ -257,94 +211,66 @@ def _fill_packed(source: Packed, ledger: CrcLedger | None, view: memoryview, at:
         marks = repeat(DESCRIPTOR_SIGNATURE, len(sizes))
         seals = map(seal.pack, marks, values, sizes, sizes)
         parts = chain.from_iterable(zip(texts, seals, source.gaps, strict=True))
-    view[at : at + source.length] = b"".join(parts)
+    text = b"".join(parts)
     if ledger is not None and source.first is not None:
         ledger.add_many(source.first, crcs)
+    return text
+
+
+def _packed_piece(source: Packed, ledger: CrcLedger | None, start: int, length: int) -> bytes:
+    """Return a part of a pack that the end of a block cuts; the pack is kept until all is used."""
+    with source.lock:
+        if source.made is None:
+            source.made = bytearray(_packed(source, ledger))
+        piece = bytes(source.made[start : start + length])
+        source.used += length
+        if source.used == source.length:
+            source.made = None
+    return piece
+
+
+def staged(extents: Sequence[Extent], ledger: CrcLedger | None) -> bytearray:
+    """Return the bytes of extents in new memory."""
+    whole = bytearray(sum([extent.length for extent in extents]))
+    if whole:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+        fill(extents, ledger, memoryview(whole), address)
+    return whole
 
 
 @trace.traced("write (page cache)")
-def write_buffered(fd: int, parts: Sequence[ExtentPart]) -> None:
-    """Write parts to a file, in the order given.
+def write_buffered(fd: int, extents: Iterable[Extent], ledger: CrcLedger | None) -> None:
+    """Write extents to a file, in the order given, about `FILL_CHUNK` bytes with each call.
 
     Args:
         fd: of the file.
-        parts: those that need checksums follow those that give them.
+        extents: at offsets in the file; those that need checksums follow those that give them.
+        ledger: collects and gives the CRC-32s.
 
     Raises:
         OSError: the disk is full or failed.
         StorageChangedError: a storage was resized during the save.
     """
-    buffer = bytearray()
-    together: list[ExtentPart] = []
-    end = gathered = 0  # where they end in the file, and their bytes
-
-    def write() -> None:
-        nonlocal buffer, gathered
-        if gathered > len(buffer):
-            buffer = bytearray(max(gathered, min(total, GATHERED_CHUNK)))
-        if together:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-            view = memoryview(buffer)[:gathered]
-            fill(together, view, address)
-            write_all(fd, view, end - gathered)
-            together.clear()
-            gathered = 0
-
-    total = sum([part.length for part in parts])
-    for part in parts:
-        memory = _memory_to_write(part)
-        if memory is not None:
-            write()
-            _write_uncopied(fd, part, memory)
-            end = part.offset + part.length
-            continue
-        for chunk in _chunks(part):
-            if chunk.offset != end or gathered + chunk.length > GATHERED_CHUNK:
-                write()
-            together.append(chunk)
-            gathered += chunk.length
-            end = chunk.offset + chunk.length
-    write()
+    group: list[Extent] = []
+    end = nbytes = 0  # where the group ends in the file, and its bytes
+    for piece in chain.from_iterable(map(_chunks, extents)):
+        if group and (piece.offset != end or nbytes + piece.length > FILL_CHUNK):
+            write_all(fd, memoryview(staged(group, ledger)), end - nbytes)
+            group, nbytes = [], 0
+        group.append(piece)
+        nbytes += piece.length
+        end = piece.offset + piece.length
+    write_all(fd, memoryview(staged(group, ledger)), end - nbytes)
 
 
-def _chunks(part: ExtentPart) -> Iterator[ExtentPart]:
-    """Cut a part up, so that little memory is taken at a time."""
-    offset, source, start, length, ledger = part
-    if length <= GATHERED_CHUNK or not isinstance(source, Data | Literal):
-        yield part
+def _chunks(extent: Extent) -> Iterator[Extent]:
+    """Cut an extent up, so that little memory is taken at a time."""
+    offset, length, source, start = extent
+    if length <= FILL_CHUNK or not isinstance(source, Data | Literal):
+        yield extent
         return
-    for done in range(0, length, GATHERED_CHUNK):
-        size = min(GATHERED_CHUNK, length - done)
-        yield ExtentPart(offset + done, source, start + done, size, ledger)
-
-
-def _memory_to_write(part: ExtentPart) -> HostMemory | None:
-    """Return the memory of a part that can be written from where it is, and is worth the calls."""
-    source = part.source
-    if part.length < UNCOPIED or not isinstance(source, Data):
-        return None
-    memory = source.memory
-    if not isinstance(memory, HostMemory):
-        return None
-    if isinstance(memory, StorageOnHost) and memory.shared:
-        return None  # others may change it between checksum and write, or resize it
-    return memory
-
-
-def _write_uncopied(fd: int, part: ExtentPart, memory: HostMemory) -> None:
-    offset, source, start, length, ledger = part
-    view = memoryview((ctypes.c_char * length).from_address(memory.address + start))
-    record = source.record if isinstance(source, Data) and ledger is not None else None
-    crc = 0
-    for done in range(0, length, CACHED_CHUNK):
-        piece = view[done : done + CACHED_CHUNK]
-        if record is not None:
-            crc = crc32(piece, crc)
-        write_all(fd, piece, offset + done)
-    if isinstance(memory, StorageOnHost):
-        memory.check()
-    if ledger is not None and record is not None:
-        ledger.add(record, start, length, crc)
+    for done in range(0, length, FILL_CHUNK):
+        yield Extent(offset + done, min(FILL_CHUNK, length - done), source, start + done)
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:

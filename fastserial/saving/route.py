@@ -15,44 +15,15 @@ from fastserial.config import Config
 from fastserial.config.performance import PAGE
 from fastserial.engines import Capabilities, EngineFactory, capabilities_of, load
 from fastserial.files.caching import fits, is_fast
-from fastserial.files.linux import compresses, open_direct
+from fastserial.files.linux import DirectFile, compresses, open_direct
 from fastserial.interrupts import Descriptors
 from fastserial.reasons import QUICKER, SEE_DOCTOR, Reason
 
-__all__ = ["OutputFile", "Route", "choose_route"]
+__all__ = ["Route", "choose_route"]
 
 _COMPRESSED = Reason("the file system compresses this file, but not direct writes", QUICKER)
 _REFUSED = Reason("direct I/O refused at the first write: Invalid argument", SEE_DOCTOR)
-
-
-class OutputFile:
-    """The file that is written, and what must stay open as long as it is.
-
-    Attributes:
-        fd: its descriptor, which stays the caller's.
-        direct_fd: one for direct I/O; -1: there is none.
-        owner: keeps `fd` open.
-    """
-
-    __slots__ = ("_files", "direct_fd", "fd", "owner")
-
-    def __init__(self, fd: int, owner: object = None) -> None:
-        self.fd = fd
-        self.owner = owner
-        self.direct_fd = -1
-        self._files = Descriptors()
-
-    def open_direct(self, block_size: int) -> tuple[int, Reason | None]:
-        """Open it for direct I/O, too; return the alignment (bytes), and why that cannot be."""
-        synced = fcntl.fcntl(self.fd, fcntl.F_GETFL) & os.O_SYNC  # or O_DSYNC, part of it
-        found = open_direct(self.fd, os.O_WRONLY | synced, block_size, self._files)
-        self.direct_fd = found.fd
-        return found.alignment, found.refusal
-
-    def close(self) -> None:
-        """Close what was opened here. Idempotent."""
-        self.direct_fd = -1
-        self._files.close()
+_Kind = Literal["direct", "cached", "trial"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +37,18 @@ class Route:
         block_size: of a block at most.
         queue_depth: blocks in flight at once.
         threads: that the engine may start.
+        direct_fd: the file, open for direct I/O; -1: it is not.
         alignment: of what direct I/O writes.
         writeback: the device starts to write each block as soon as it is in the page cache.
         fallback: why this is not the fastest route, or None.
     """
 
-    kind: Literal["direct", "cached", "trial"]
+    kind: _Kind
     engine: EngineFactory | None
     block_size: int
     queue_depth: int
     threads: int
+    direct_fd: int = -1
     alignment: int = PAGE
     writeback: bool = False
     fallback: Reason | None = None
@@ -98,11 +71,12 @@ class Route:
         return replace(self, kind="cached", engine=None, fallback=fallback)
 
 
-def choose_route(file: OutputFile, config: Config, expected: int | None) -> Route:
+def choose_route(fd: int, files: Descriptors, config: Config, expected: int | None) -> Route:
     """Return the route of a file's first block.
 
     Args:
-        file: opened for direct I/O, if that is to be used or tried.
+        fd: of the file.
+        files: owns the descriptor for direct I/O.
         config: the options.
         expected: bytes to be written, if known: a short file gets fewer buffers and threads.
 
@@ -114,31 +88,31 @@ def choose_route(file: OutputFile, config: Config, expected: int | None) -> Rout
         blocks = max(1, -(-expected // config.block_size))
         depth, threads = min(blocks, depth), min(blocks, threads)
     engine = load(config.engine) if isinstance(config.engine, str) else config.engine
-    alignment, fallback = PAGE, None
-    kind: Literal["direct", "cached", "trial"] = "cached"
+    found = DirectFile(-1)
+    kind: _Kind = "cached"
     if config.never_direct:
         pass
-    elif config.direct is not True and compresses(file.fd):
-        fallback = _COMPRESSED
+    elif config.direct is not True and compresses(fd):
+        found = DirectFile(-1, refusal=_COMPRESSED)
     else:
-        alignment, fallback = file.open_direct(config.block_size)
-        if fallback is None:
-            kind = _fastest(file, config, capabilities_of(engine), expected or 0)
+        synced = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_SYNC  # or O_DSYNC, part of it
+        found = open_direct(fd, os.O_WRONLY | synced, config.block_size, files)
+        if found.refusal is None:
+            kind = _fastest(fd, config, capabilities_of(engine), expected or 0)
     return Route(
         kind=kind,
         engine=engine,
         block_size=config.block_size,
         queue_depth=depth,
         threads=threads,
-        alignment=alignment,
-        writeback=file.direct_fd >= 0 and config.durable,
-        fallback=fallback,
+        direct_fd=found.fd,
+        alignment=found.alignment,
+        writeback=found.fd >= 0 and config.durable,
+        fallback=found.refusal,
     )
 
 
-def _fastest(
-    file: OutputFile, config: Config, capabilities: Capabilities, nbytes: int
-) -> Literal["direct", "cached", "trial"]:
+def _fastest(fd: int, config: Config, capabilities: Capabilities, nbytes: int) -> _Kind:
     """Return the fastest kind for a file that takes direct I/O; of equals, the cached one."""
     if not (capabilities.moves_data and capabilities.any_memory):
         return "direct"  # such an engine is slow or useless with the page cache
@@ -146,7 +120,7 @@ def _fastest(
         return "direct"
     if config.cache == "keep":
         return "cached"
-    fast = is_fast(file.fd)
+    fast = is_fast(fd)
     if fast or not fits(nbytes):
         return "direct"
     return "trial" if fast is None else "cached"

@@ -6,11 +6,12 @@ The protocol is that of DeepSpeed's FastPersist (arXiv 2406.13768): a writable f
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -27,14 +28,16 @@ from fastserial.files.destination import (
     open_destination,
     required,
     save_error,
+    wait_until_free,
 )
+from fastserial.files.linux import reserve
 from fastserial.formats.extents import Extent, Literal
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.zip.layout import ZipPlan
 from fastserial.interrupts import finish
 from fastserial.memory.storages import storage_batch, synchronize
 from fastserial.progress import ProgressBar
-from fastserial.reports import Latency, SaveReport, publish_save
+from fastserial.reports import Latency, SaveReport, SnapshotReport, publish_save
 from fastserial.saving.extent_writer import ExtentWriter
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ class FastFileWriter:
     """
 
     _closed = True  # until there is something to close
+    snapshot: Callable[[], SnapshotReport] | None = None  # of a `save_async`, for the report
 
     def __init__(
         self,
@@ -94,7 +98,6 @@ class FastFileWriter:
         self._pid = os.getpid()
         self._phases = {"serialize": 0.0, "transfer": 0.0}
         self._container = container
-        self._needed: int | None = None
         self._report: SaveReport | None = None
         if not isinstance(given, Replacement | CallersFile):
             given = required(open_destination(given, self._config.durable), given)
@@ -109,6 +112,7 @@ class FastFileWriter:
             None if self._bar is None else self._bar.update,
             owner=self._destination,
         )
+        self._expected: int | None = None  # bytes of the whole file, once they are known
         self._written = 0  # bytes passed on
         self._gathered = bytearray()
         self._closed = False
@@ -191,16 +195,14 @@ class FastFileWriter:
             if length < GATHERED:
                 self._gathered += view
                 if len(self._gathered) >= GATHERED:
-                    with _Phase(self, "transfer"):
-                        self._gather()
+                    self._write()
                 return length
-            with _Phase(self, "transfer"):
-                self._destination.begin()
-                self._gather()
-                source = Literal(data if isinstance(data, bytes) else view)
-                self._pass_on([Extent(0, length, source)], length)
-                if not isinstance(data, bytes):
-                    self._out.release_sources()
+            if length <= self._config.block_size:
+                data = bytes(view)
+            source = Literal(data if isinstance(data, bytes) else view)
+            self._write([Extent(0, length, source)], length)
+            if not isinstance(data, bytes):
+                self.release_sources()
         return length
 
     def flush(self) -> None:
@@ -238,7 +240,7 @@ class FastFileWriter:
         counts = element_counts(batch.sizes, element_sizes, save_size)
         nbytes = sum(batch.sizes) + sum(map(len, counts))
         synchronize(storages)
-        self._write_extents(storage_extents(batch, counts), nbytes, None)
+        self.write_layout(storage_extents(batch, counts), nbytes)
         self.release_sources()
         return nbytes
 
@@ -248,10 +250,9 @@ class FastFileWriter:
         Raises:
             WriteError: the disk is full or failed.
         """
-        self._check_open()
         self._container = "zip"
         ledger = CrcLedger(plan.sizes, plan.crcs) if None in plan.crcs else None
-        self._write_extents(plan.extents, plan.nbytes, ledger)
+        self.write_layout(plan.extents, plan.nbytes, ledger)
 
     def write_layout(
         self, extents: Sequence[Extent], nbytes: int, ledger: CrcLedger | None = None
@@ -267,7 +268,15 @@ class FastFileWriter:
             WriteError: the disk is full or failed.
         """
         self._check_open()
-        self._write_extents(extents, nbytes, ledger)
+        self._expected = self.tell() + nbytes
+        if self._bar is not None:
+            self._bar.expect(self._expected)
+        self._out.expect(self._expected)
+        with self._phase("transfer"):
+            wait_until_free()
+            destination = self._destination
+            reserve(destination.fd, destination.start, self._expected, self._config)
+        self._write(extents, nbytes, ledger)
 
     def release_sources(self) -> None:
         """Return when no storage given so far is needed any more.
@@ -275,8 +284,8 @@ class FastFileWriter:
         Raises:
             WriteError: the disk is full or failed.
         """
-        with _Phase(self, "transfer"):
-            self._out.release_sources()
+        with self._phase("transfer"):
+            self._out.flush()
 
     def close(self) -> None:
         """Write the rest, sync, and commit. Idempotent.
@@ -292,21 +301,20 @@ class FastFileWriter:
         if not self.tell() and sys.exc_info()[1] is not None:
             self.abort()
             return
-        self._needed = max(self._needed or 0, self.tell())
+        self._expected = max(self._expected or 0, self.tell())
         try:
-            with _Phase(self, "transfer"):
-                self._destination.begin()
-                self._gather()
-                self._out.finish()
+            self._write()
+            with self._phase("transfer"):
+                self._out.flush()
                 self._out.close()
-            with _Phase(self, "sync"):
+            with self._phase("sync"):
                 self._destination.sync()
-            with _Phase(self, "commit"):
+            with self._phase("commit"):
                 self._destination.commit()
                 if isinstance(self._destination, CallersFile):
                     self._destination.file.seek(self._destination.start + self._written)
-        except BaseException as error:  # of a signal handler between two phases, too
-            self._give_up(error)
+        except BaseException:  # of a signal handler between two phases, too
+            self.abort()
             raise
         self._closed = True
         if self._bar is not None:
@@ -345,45 +353,46 @@ class FastFileWriter:
 
     # -- the rest ------------------------------------------------------------------------------
 
-    def _write_extents(
-        self, extents: Sequence[Extent], nbytes: int, ledger: CrcLedger | None
+    def _write(
+        self, extents: Sequence[Extent] = (), nbytes: int = 0, ledger: CrcLedger | None = None
     ) -> None:
-        self._needed = self.tell() + nbytes
-        with _Phase(self, "transfer"):
-            self._destination.begin()
-            if self._bar is not None:
-                self._bar.expect(self._needed)
-            self._out.expect(self._needed, self._destination.start)
-            self._gather()
-            self._pass_on(extents, nbytes, ledger)
-
-    def _pass_on(
-        self, extents: Sequence[Extent], nbytes: int, ledger: CrcLedger | None = None
-    ) -> None:
-        self._out.write(extents, ledger, self._destination.start + self._written)
-        self._written += nbytes
-
-    def _gather(self) -> None:
-        if self._gathered:
-            self._destination.begin()
-            gathered, self._gathered = bytes(self._gathered), bytearray()
-            self._pass_on([Extent(0, len(gathered), Literal(gathered))], len(gathered))
+        """Write what was gathered, and extents of `nbytes` bytes after it."""
+        head, self._gathered = bytes(self._gathered), bytearray()
+        if head:
+            extents = [Extent(-len(head), len(head), Literal(head)), *extents]
+        start = self._destination.start + self._written + len(head)
+        with self._phase("transfer"):
+            wait_until_free()
+            self._out.write(extents, ledger, start)
+        self._written += len(head) + nbytes
 
     def _check_open(self) -> None:
         if self._closed:
             what = f": what it held for {self.name} was discarded" if self._discarded else "."
             raise ValueError(f"I/O operation on closed file{what}")
 
-    def _give_up(self, error: BaseException) -> None:
-        """Discard everything because of an error, and raise it as a `WriteError` if it is one."""
-        name_in(error, self.name)
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Count the seconds of the body for a phase of the save; an error in it ends the save.
+
+        Raises:
+            WriteError: instead of an `OSError`.
+        """
+        began = perf_counter()
         try:
-            self.abort()
-        except OSError as another:
-            if isinstance(error, Exception):  # an interrupt stays one
-                error = another
-        if isinstance(error, OSError) and not isinstance(error, WriteError):
-            raise save_error(error, self._destination, self._needed) from error
+            yield
+        except BaseException as error:
+            name_in(error, self.name)
+            try:
+                self.abort()
+            except OSError as another:
+                if isinstance(error, Exception):  # an interrupt stays one
+                    error = another
+            if isinstance(error, OSError) and not isinstance(error, WriteError):
+                raise save_error(error, self._destination, self._expected) from error
+            raise
+        finally:
+            self._phases[name] = self._phases.get(name, 0.0) + perf_counter() - began
 
     def _publish(self) -> None:
         outcome, config = self._out.outcome, self._config
@@ -406,6 +415,7 @@ class FastFileWriter:
             transfer_why=outcome.transfer.why,
             submit=Latency.of(outcome.submit_seconds),
             complete=Latency.of(outcome.complete_seconds),
+            snapshot=None if self.snapshot is None else self.snapshot(),
         )
         publish_save(self._report, config.on_report)
 
@@ -421,22 +431,3 @@ def _error_of_callers_block() -> BaseException | None:
     block = frame.f_back if frame is not None else None
     trace = error.__traceback__ if error is not None else None
     return error if trace is not None and trace.tb_frame is block else None
-
-
-class _Phase:
-    """Context manager for a phase of a save: counts its seconds; an error in it ends the save."""
-
-    __slots__ = ("_began", "_name", "_writer")
-
-    def __init__(self, writer: FastFileWriter, name: str) -> None:
-        self._writer = writer
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._began = perf_counter()
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        phases = self._writer._phases
-        phases[self._name] = phases.get(self._name, 0.0) + perf_counter() - self._began
-        if error is not None:
-            self._writer._give_up(error)

@@ -237,7 +237,9 @@ def test_a_group_that_is_not_the_users(target: Path) -> None:
     os.chown(target, _ANN, _CLUB)
     target.chmod(0o640)
     before, inode = everything(target), target.stat().st_ino
-    assert save_as(target, user=_ANN) == {"by_torch": "a new file cannot have its owner"}
+    assert save_as(target, user=_ANN) == {
+        "by_torch": "a new file cannot have its owner, mode, ACL or attributes"
+    }
     check_saved(target, before)
     assert target.stat().st_ino == inode
     assert save_as(target, user=_ANN, groups=[_CLUB]) == {"by_torch": None}
@@ -247,7 +249,7 @@ def test_a_group_that_is_not_the_users(target: Path) -> None:
 
 @pytest.mark.parametrize(
     ("missing", "sticky", "what"),
-    [("chown", False, "its owner"), ("fowner", True, ""), ("fowner", False, "its mode")],
+    [("chown", False, "its owner"), ("fowner", True, ""), ("fowner", False, "mode")],
 )
 def test_a_root_that_may_not_do_anything(
     target: Path, missing: str, sticky: bool, what: str

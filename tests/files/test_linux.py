@@ -27,29 +27,23 @@ def test_kind_of_a_folder_that_may_not_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "in_place", "found"),
+    ("kind", "options", "found"),
     [
-        ("btrfs", {}, False, False),
-        ("btrfs", {"compress": "none"}, False, False),
-        ("btrfs", {"compress": "zstd:3"}, False, True),
-        ("btrfs", {"compress-force": "lzo"}, False, True),
-        ("btrfs", {"compress-force": "lzo"}, True, False),
-        ("zfs", {}, False, True),
-        ("bcachefs", {}, False, True),
-        ("overlay", {"upperdir": "/"}, False, False),
-        ("tmpfs", {"compress": "zstd"}, False, False),
+        ("btrfs", {}, False),
+        ("btrfs", {"compress": "none"}, False),
+        ("btrfs", {"compress": "zstd:3"}, True),
+        ("btrfs", {"compress-force": "lzo"}, True),
+        ("zfs", {}, True),
+        ("bcachefs", {}, True),
+        ("overlay", {"upperdir": "/"}, False),
+        ("tmpfs", {"compress": "zstd"}, False),
     ],
 )
 def test_which_mounts_compress(
-    kind: str,
-    options: dict[str, str],
-    in_place: bool,
-    found: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, options: dict[str, str], found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`tests/faults/test_compression.py` has real ones."""
     monkeypatch.setattr(linux, "mounted_as", lambda fd: (kind, options))
-    monkeypatch.setattr(linux, "_is_overwritten_in_place", lambda fd: in_place)
     fd = os.memfd_create("x")  # on no block device
     try:
         assert linux.compresses(fd) is found

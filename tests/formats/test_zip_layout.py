@@ -18,7 +18,7 @@ from fastserial.formats.zip.layout import MAX_ALIGNMENT, ZipLayout
 from fastserial.memory.storages import Batch, HostMemory
 from fastserial.patching import self_check
 from fastserial.saving import torch_writer
-from fastserial.saving.fill import ExtentPart, staged
+from fastserial.saving.fill import staged
 
 HAS_ALIGNMENT = hasattr(torch.serialization, "_get_storage_alignment")
 ALIGNMENTS = [1, 7, 64, 512, 4096, 32768] if HAS_ALIGNMENT else [64]
@@ -141,7 +141,7 @@ def test_storages_in_one_go(seed: int, crc: bool) -> None:
     for extent in plan.extents:
         sink.seek(extent.offset)
         if not isinstance(extent.source, Hole):
-            sink.write(staged([ExtentPart(0, extent.source, 0, extent.length, ledger)]))
+            sink.write(staged([extent], ledger))
 
     records = [*first, *zip(names, texts, strict=True)]
     assert sink.pieces == theirs(records, alignment, crc).pieces

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,9 @@ import torch
 
 import fastserial
 from fastserial.checksums import CrcLedger, crc32
-from fastserial.config import Config
-from fastserial.config.performance import FILL_CHUNK
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Source
 from fastserial.memory.storages import storage_memory
 from fastserial.saving import fill
-from fastserial.saving.extent_writer import ExtentWriter
-from fastserial.saving.fill import ExtentPart
 
 NOISE = random.Random(7).randbytes(3_000_000)
 
@@ -31,49 +26,6 @@ def one_after_another(*sources: Source) -> list[Extent]:
         extents.append(Extent(offset, source.length, source))
         offset += source.length
     return extents
-
-
-def put(path: Path, config: Config, action: Callable[[ExtentWriter], None]) -> ExtentWriter:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT)
-    try:
-        out = ExtentWriter(fd, config)
-        try:
-            action(out)
-            out.finish()
-        finally:
-            out.close()
-    finally:
-        os.close(fd)
-    return out
-
-
-def test_what_is_held_for_later_is_held_in_small_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Python keeps its lock while it makes room for one: training would stand still."""
-    pieces: list[int] = []
-    staged = fill.staged
-
-    def note(parts: Sequence[ExtentPart]) -> bytearray:
-        pieces.append(sum(part.length for part in parts))
-        return staged(parts)
-
-    monkeypatch.setattr(fill, "staged", note)
-    size = 5 * FILL_CHUNK + 4321
-    content = (NOISE * (size // len(NOISE) + 1))[:size]
-    storage = torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage()
-
-    def action(out: ExtentWriter) -> None:
-        data = Data(storage_memory(storage), size, None)
-        out.write(one_after_another(Literal(NOISE[:10]), data))
-        out.release_sources()
-        storage.fill_(0)
-        out.write(one_after_another(Literal(b"end")), base=10 + size)
-
-    put(tmp_path / "a", Config(small_file=0, block_size=8 * FILL_CHUNK), action)
-    assert (tmp_path / "a").read_bytes() == NOISE[:10] + content + b"end"
-    assert sum(pieces) == size
-    assert max(pieces) <= FILL_CHUNK
 
 
 def test_checksums_where_writes_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,11 +43,11 @@ def test_checksums_where_writes_are_short(tmp_path: Path, monkeypatch: pytest.Mo
         DescriptorPatch(b"....CRC.", 0, 4),
     ]
     with (tmp_path / "a").open("wb") as file:
-        parts = [
-            ExtentPart(5 + extent.offset, extent.source, 0, extent.length, ledger)
+        extents = [
+            Extent(5 + extent.offset, extent.length, extent.source)
             for extent in one_after_another(*sources)
         ]
-        fill.write_buffered(file.fileno(), parts)
+        fill.write_buffered(file.fileno(), extents, ledger)
     crc = crc32(NOISE).to_bytes(4, "little")
     assert (tmp_path / "a").read_bytes() == bytes(5) + b"head" + NOISE + b"...." + crc
 

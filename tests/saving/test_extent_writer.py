@@ -72,7 +72,7 @@ def write(
         out = ExtentWriter(fd, config)
         try:
             out.write(extents, ledger, base)
-            out.finish()
+            out.flush()
         finally:
             out.close()
     finally:
@@ -178,7 +178,7 @@ def test_a_range_is_written_directly_but_for_its_first_and_last_page(
             fd, Config(engine="threads", small_file=0, block_size=65_536, cache="drop")
         )
         out.write(extents, None, 5000)
-        out.finish()
+        out.flush()
         out.close()
     finally:
         os.close(fd)

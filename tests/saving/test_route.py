@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from fastserial.engines import Capabilities, Completion, Op, Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.files import caching, linux
 from fastserial.formats.extents import Extent, Literal
+from fastserial.interrupts import Descriptors
 from fastserial.memory.buffers import BufferPool
 from fastserial.saving import route as routes
 from fastserial.saving.extent_writer import ExtentWriter
-from fastserial.saving.route import OutputFile, Route, choose_route
+from fastserial.saving.route import Route, choose_route
 
 BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 3, "threads": 2}
 
@@ -36,21 +36,13 @@ def fd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def chosen(fd: int, expected: int | None = None, **options: Any) -> Route:
-    file = OutputFile(fd)
-    try:
-        return choose_route(file, Config(**options), expected)
-    finally:
-        file.close()
+    with Descriptors() as files:
+        return choose_route(fd, files, Config(**options), expected)
 
 
 def need_direct(fd: int) -> None:
     if chosen(fd, direct=True).kind != "direct":
         pytest.skip("no direct I/O here")
-
-
-def measured(fd: int, fast: bool) -> None:
-    verdict = caching._DeviceSpeed(fast, time.perf_counter())
-    caching._speeds[os.fstat(fd).st_dev] = verdict
 
 
 class OwnMemory(ThreadsEngine):
@@ -118,11 +110,11 @@ def test_without_threads_the_submitting_one_moves_the_blocks(fd: int, prepare_he
 def write(fd: int, data: bytes, config: Config) -> ExtentWriter:
     out = ExtentWriter(fd, config)
     try:
-        out.expect(len(data), 0)
+        out.expect(len(data))
         half = len(data) // 2
         out.write([Extent(0, half, Literal(data[:half]))])
         out.write([Extent(half, len(data) - half, Literal(data[half:]))])
-        out.finish()
+        out.flush()
     finally:
         out.close()
     assert os.pread(fd, len(data) + 1, 0) == data
@@ -183,22 +175,3 @@ def test_direct_writes_that_are_refused_all_go_through_the_cache(
     assert not outcome.direct
     assert "refused" in str(outcome.fallback)
     assert outcome.engine_bytes + outcome.plain_bytes == 2_000_000
-
-
-def test_space_is_reserved_anew_for_what_comes_later(
-    fd: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reserved: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(linux, "preallocate", lambda *place: reserved.append(place))
-    out = ExtentWriter(fd, Config(**{**BLOCKS, "small_file": 1000}))
-    try:
-        out.expect(900, 7)
-        out.expect(200_000, 7)
-        assert reserved == []  # before it is known how
-        out.write([Extent(7, 200_000, Literal(bytes(200_000)))])
-        assert reserved == [(fd, 7, 200_000)]
-        out.expect(300_000, 7)
-        out.expect(400_000)  # which has holes
-        assert reserved == [(fd, 7, 200_000), (fd, 7, 300_000)]
-    finally:
-        out.close()

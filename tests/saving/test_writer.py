@@ -115,16 +115,16 @@ def test_any_calls_in_any_order(tmp_path: Path, seed: int) -> None:
 def test_saves_do_not_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a pack is cut by a block's end: a forked child would wait for ever."""
     live = {str(i): torch.full((5000,), i) for i in range(50)}
-    real = fill.staged
+    real = fill._packed
     inside, done = threading.Event(), threading.Event()
 
-    def staged(parts: list[fill.ExtentPart]) -> bytearray:
+    def packed(*arguments: Any) -> bytes:
         if not inside.is_set():
             inside.set()
             assert done.wait(20)
-        return real(parts)
+        return real(*arguments)
 
-    monkeypatch.setattr(fill, "staged", staged)
+    monkeypatch.setattr(fill, "_packed", packed)
     with installed(**BLOCKS):
         first = threading.Thread(target=torch.save, args=(live, tmp_path / "a"), daemon=True)
         first.start()

@@ -122,7 +122,7 @@ class ShardWriter:
             self._write_rounds(out, exchange, own, config.block_size * config.queue_depth)
             with self._timed("write"):
                 out.write(own, self.ledger)
-                out.finish()
+                out.flush()
         finally:
             out.close()
         return out.outcome
@@ -206,7 +206,7 @@ class ShardWriter:
                 receive()
             if 0 < index < len(rounds) - 1:
                 with self._timed("write"):
-                    out.release_sources()  # the tile before is written, and free for the next round
+                    out.flush()  # the tile before is written, and free for the next round
             self._write(out, self._tile_extents(found, tile))
 
     def _write(self, out: ExtentWriter, extents: Iterator[Extent]) -> None:

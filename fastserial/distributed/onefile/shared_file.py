@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fastserial.config import Config
 from fastserial.errors import WriteError, write_error
-from fastserial.files.destination import open_path, required, save_error
+from fastserial.files.destination import open_path, required, save_error, wait_until_free
 from fastserial.files.linux import reserve
 from fastserial.interrupts import Descriptors
 
@@ -53,7 +53,7 @@ class NewFile:
             OSError: there is no space.
         """
         self._needed = nbytes
-        self.file.begin()
+        wait_until_free()
         reserve(self.file.fd, 0, nbytes, self._config)
         os.ftruncate(self.file.fd, nbytes)
         directory = os.path.dirname(os.path.abspath(self.file.target.path))
