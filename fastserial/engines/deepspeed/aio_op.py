@@ -23,7 +23,15 @@ from typing import Any
 
 from fastserial.errors import EngineUnavailableError
 
-__all__ = ["BUILD_COMMAND", "AioSettings", "borrow_handle", "give_back", "load_op", "missing"]
+__all__ = [
+    "BUILD_COMMAND",
+    "AioSettings",
+    "borrow_handle",
+    "give_back",
+    "load_op",
+    "missing",
+    "write",
+]
 
 MiB = 1024 * 1024
 BUILD_COMMAND = (
@@ -134,6 +142,18 @@ def give_back(settings: AioSettings, handle: Any) -> None:
     """Keep a handle, with nothing in flight, for the next file."""
     with _lock:
         _idle[settings].append(handle)
+
+
+def write(handle: Any, memory: Any, fd: int, offset: int) -> None:
+    """Write a tensor by a handle with nothing in flight; say nothing of how it went, as it does.
+
+    The number of bytes is divisible by the handle's threads. The first write of a process logs a
+    warning of DeepSpeed's: it keeps others from starting, and gives up the interpreter's lock in
+    between, which whoever waits there must not hold.
+    """
+    with _lock:
+        handle.async_pwrite(memory, fd, offset)
+    handle.wait()
 
 
 def _forget() -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from fastserial.config.performance import PAGE
 from fastserial.engines import Capabilities, Op, Request
+from fastserial.engines.deepspeed import aio_op
 from fastserial.engines.deepspeed.aio_op import AioSettings, borrow_handle, give_back, missing
 from fastserial.engines.deepspeed.locked_memory import locked_pool, may_lock
 from fastserial.engines.threads import ThreadsEngine, transfer
@@ -100,8 +101,7 @@ def _mover(settings: AioSettings, tensors: Mapping[int, torch.Tensor]) -> Callab
         if not length or not is_blank(request.fd, request.offset, length):
             return 0
         handle = borrow_handle(settings)
-        handle.async_pwrite(tensor[:length], request.fd, request.offset)
-        handle.wait()
+        aio_op.write(handle, tensor[:length], request.fd, request.offset)
         give_back(settings, handle)
         if is_written(request.fd, request.offset, length):
             return length
