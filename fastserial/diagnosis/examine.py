@@ -22,7 +22,6 @@ from fastserial import __version__, config, engines, startup
 from fastserial.config import Config
 from fastserial.diagnosis.folder import FolderFacts, folder_problem, probe_folder
 from fastserial.engines import EngineStatus
-from fastserial.engines.gds.host import GpuHost, probe_gpus
 from fastserial.errors import ConfigError, FastserialError, PatchError
 from fastserial.memory import huge_pages
 from fastserial.memory.huge_pages import SWITCH
@@ -88,7 +87,6 @@ class Diagnosis:
 
     Attributes:
         small_pages: why buffers get no huge pages, None if they do.
-        gpus: None without a driver of NVIDIA's.
     """
 
     fastserial: str
@@ -105,7 +103,6 @@ class Diagnosis:
     small_pages: str | None
     folder: FolderFacts | None
     findings: tuple[Finding, ...] = ()
-    gpus: GpuHost | None = None
 
     @property
     def fast(self) -> bool:
@@ -142,7 +139,6 @@ def examine(folder: Path | None = None) -> Diagnosis:
         unknown_variables=tuple(config.unknown_variables()),
         small_pages=huge_pages.refused(),
         folder=probe_folder(folder) if folder is not None else None,
-        gpus=probe_gpus(),
     )
     return dataclasses.replace(diagnosis, findings=tuple(judge(diagnosis, chosen)))
 

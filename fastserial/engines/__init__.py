@@ -103,6 +103,16 @@ class Request:
     pieces: Sequence[memoryview] | None = None
     move: Callable[[Request], int] | None = None
 
+    def prepared(self) -> Completion | None:
+        """Prepare it, unless that is done; return the completion that reports an error in that."""
+        prepare, self.prepare = self.prepare, None
+        if prepare is not None:
+            try:
+                prepare(self)
+            except Exception as error:
+                return Completion(self, 0, error)
+        return None
+
     @property
     def view(self) -> memoryview:
         """The part of the buffer that is transferred."""

@@ -27,17 +27,17 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import functools
 import mmap
 import os
 import struct
 from collections import deque
 from collections.abc import Sequence
+from functools import cache, partial
 from time import perf_counter
 from typing import ClassVar
 
 from fastserial.engines import Capabilities, Completion, Engine, Op, Request
-from fastserial.engines.threads import completed
+from fastserial.engines.threads import complete, transfer
 from fastserial.memory.buffers import Buffer
 
 __all__ = ["IoUringEngine"]
@@ -152,7 +152,7 @@ class _IoRing:
             os.close(fd)
 
 
-@functools.cache
+@cache
 def _missing() -> str | None:
     """Return why this process cannot use io_uring, or None; found by a request of no effect."""
     try:
@@ -210,11 +210,9 @@ class IoUringEngine(Engine):
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             request.times[0] = perf_counter()
-            try:
-                if request.prepare is not None:
-                    request.prepare(request)
-            except Exception as error:
-                self._done.append(Completion(request, 0, error))
+            failed = request.prepared()
+            if failed is not None:
+                self._done.append(failed)
             else:
                 self._ready.append(request)
                 self._start()
@@ -236,7 +234,7 @@ class IoUringEngine(Engine):
                 self._done.append(Completion(request, 0, error))
             else:
                 if not taken:
-                    self._done.append(completed(request, 0))
+                    self._done.append(complete(request, transfer))
 
     def _give(self, ring: _IoRing, request: Request) -> bool:
         """Give a request to the kernel; return whether it took it.
@@ -283,7 +281,7 @@ class IoUringEngine(Engine):
                 error = OSError(-result, os.strerror(-result))
                 self._done.append(Completion(request, 0, error))
             else:
-                self._done.append(completed(request, max(0, result)))
+                self._done.append(complete(request, partial(transfer, done=max(0, result))))
         finished, self._done = self._done, []
         return finished
 

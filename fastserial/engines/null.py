@@ -31,14 +31,9 @@ class NullEngine(Engine):
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             request.times[0] = perf_counter()
-            error: BaseException | None = None
-            try:
-                if request.prepare is not None:
-                    request.prepare(request)
-            except Exception as caught:
-                error = caught
+            failed = request.prepared()
             request.times[1] = request.times[2] = perf_counter()
-            self._done.append(Completion(request, 0 if error else request.length, error))
+            self._done.append(failed or Completion(request, request.length))
 
     def wait(self, minimum: int) -> list[Completion]:
         finished, self._done = self._done, []

@@ -20,7 +20,7 @@ from fastserial.files.linux import preadv
 from fastserial.interrupts import Background, finish
 from fastserial.memory.buffers import Buffer
 
-__all__ = ["ThreadsEngine", "completed", "transfer"]
+__all__ = ["ThreadsEngine", "complete", "transfer"]
 
 
 def transfer(request: Request, done: int = 0) -> int:
@@ -43,10 +43,20 @@ def transfer(request: Request, done: int = 0) -> int:
     return done
 
 
-def completed(request: Request, done: int) -> Completion:
-    """End a request of which `done` bytes are moved: plain calls move the rest."""
+def complete(request: Request, move: Callable[[Request], int]) -> Completion:
+    """Prepare a request, if that is still to be done, move its bytes, and finish it.
+
+    Args:
+        request: the request.
+        move: moves the bytes and returns how many; `Request.move` has precedence.
+    """
+    failed = request.prepared()
+    if failed is not None:
+        return failed
+    request.times[1] = request.times[1] or perf_counter()
     try:
-        moved = transfer(request, done)
+        with trace.step("device write" if request.op is Op.WRITE else "device read"):
+            moved = (request.move or move)(request)
         request.times[2] = perf_counter()
         if request.finish is not None:
             request.finish(request, moved)
@@ -78,6 +88,7 @@ class ThreadsEngine(Engine):
         # Workers end when no reference to the engine is left, should an interrupt skip its `close`.
         self._gone = weakref.ref(self, self._work.put)
         self._workers = Background()
+        self._move: Callable[[Request], int] = transfer  # what the workers call
         self._queue_depth = 1
         self._in_flight = 0
 
@@ -92,7 +103,7 @@ class ThreadsEngine(Engine):
         for _ in range(count):
             # Each worker sees the caller's context variables, such as scoped options.
             run = contextvars.copy_context().run
-            if not self._workers.start(run, _run, self._work, self._serve, self._gone):
+            if not self._workers.start(run, _run, self._work, self._move, self._gone):
                 break
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -101,24 +112,14 @@ class ThreadsEngine(Engine):
             self._start(requests[0].op)
         for request in requests:
             request.times[0] = perf_counter()
-            error = self._prepared(request) if self._prepare_here else None
+            failed = request.prepared() if self._prepare_here else None
             self._in_flight += 1
-            if error is not None:
-                self._done.put(Completion(request, 0, error))
+            if failed is not None:
+                self._done.put(failed)
             elif self._workers and not alone:
                 self._work.put(request)
             else:  # slower, but stock torch needs no thread either
-                self._done.put(self._serve(request))
-
-    def _prepared(self, request: Request) -> Exception | None:
-        """Prepare a request in the submitting thread; return the error if that fails."""
-        prepare, request.prepare = request.prepare, None
-        if prepare is not None:
-            try:
-                prepare(request)
-            except Exception as error:
-                return error
-        return None
+                self._done.put(complete(request, transfer))
 
     def wait(self, minimum: int) -> list[Completion]:
         finished: list[Completion] = []
@@ -138,7 +139,7 @@ class ThreadsEngine(Engine):
             while True:
                 request = self._work.get_nowait()
                 if isinstance(request, Request):
-                    self._done.put(self._serve(request))
+                    self._done.put(complete(request, transfer))
         if self._done.qsize() < self._in_flight:
             raise EngineError("its threads were stopped: the interpreter is shutting down")
 
@@ -155,40 +156,27 @@ class ThreadsEngine(Engine):
                 self._work.get_nowait()  # what has not started
         self._work.put(None)
 
-    @classmethod
-    def _serve(cls, request: Request) -> Completion:
-        try:
-            if request.prepare is not None:
-                request.prepare(request)
-            request.times[1] = perf_counter()
-            with trace.step("device write" if request.op is Op.WRITE else "device read"):
-                moved = transfer(request) if request.move is None else request.move(request)
-            request.times[2] = perf_counter()
-            if request.finish is not None:
-                request.finish(request, moved)
-            return Completion(request, moved)
-        except BaseException as error:  # passed to the submitting thread
-            return Completion(request, 0, error)
-
 
 # Requests; anything else ends the worker that finds it.
 _Work = queue.SimpleQueue[object]
 
 
-def _run(
-    work: _Work, serve: Callable[[Request], Completion], gone: weakref.ref[ThreadsEngine]
-) -> None:
+def _run(work: _Work, move: Callable[[Request], int], gone: weakref.ref[ThreadsEngine]) -> None:
     """Serve requests until something else is in the queue, and put that back for the other workers.
 
     `gone` puts it there once no reference to the engine is left; so this function holds none.
     """
     while isinstance(request := work.get(), Request):
-        _hand_over(serve(request), gone)
-        request = None  # while waiting for the next, do not keep this one's memory
+        try:
+            completion = complete(request, move)
+        except BaseException as error:  # the submitting thread raises it
+            completion = Completion(request, 0, error)
+        _report(completion, gone)
+        request = completion = None  # while waiting for the next, do not keep this one's memory
     work.put(request)
 
 
-def _hand_over(completion: Completion, gone: weakref.ref[ThreadsEngine]) -> None:
+def _report(completion: Completion, gone: weakref.ref[ThreadsEngine]) -> None:
     engine = gone()
     if engine is not None:
         engine._done.put(completion)

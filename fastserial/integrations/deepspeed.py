@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -114,7 +113,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         self._uncommitted = False
         self._saves: list[PendingSave] = []
         self._folders: set[str] = set()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         _engines.add(self)
 
     def is_decoupled(self) -> bool:
@@ -147,16 +146,15 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
                 if self.overlap is None:
                     write(state_dict, path, zip_container=self.zip_container)
                 else:
-                    self._saves.append(self._started(state_dict, path, self.overlap))
+                    form = torch_arguments(_use_new_zipfile_serialization=self.zip_container)
+                    steady = self.steady() if self.steady is not None else set()
+                    self._saves.append(
+                        start_save(state_dict, path, self.overlap, None, form, steady=steady)
+                    )
         except Exception as error:
             self.fail(error)
 
-    def _started(self, state_dict: object, path: str, kind: Kind) -> PendingSave:
-        arguments = torch_arguments(_use_new_zipfile_serialization=self.zip_container)
-        steady = self.steady() if self.steady is not None else set()
-        return start_save(state_dict, path, kind, None, arguments, steady=steady)
-
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Let `commit` raise on all ranks; the first error is kept."""
         self._failure = self._failure or error
 
@@ -174,17 +172,15 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         saves, self._saves = self._saves, []
         for started in saves:
             error = started.exception()
-            if isinstance(error, Exception):
+            if error is not None:
                 self.fail(error)
-            elif error is not None:
-                self.fail(FastserialError(f"{started.path}: {error!r}"))
-        failure, self._failure = self._failure, None
         self._uncommitted = False
-        if failure is None:
+        if self._failure is None:
             try:
                 sync_folders(self._folders)
             except OSError as error:
-                failure = error
+                self.fail(error)
+        failure, self._failure = self._failure, None
         _agree(failure, f"checkpoint {info.tag}")
         return True
 
@@ -239,22 +235,17 @@ def _at_exit() -> None:
             )
 
 
-def _agree(failure: Exception | None, what: str) -> None:
+def _agree(failure: BaseException | None, what: str) -> None:
     """Return if no rank failed; else raise on all of them."""
-    world = dist.get_world_size()
-    flag = torch.tensor([int(failure is not None)], device=get_accelerator().current_device_name())
-    if world > 1:
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    if not flag.item():
-        return
-    reasons: list[str | None] = [None] * world
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    if world > 1:
+    reasons = [text] * dist.get_world_size()
+    if len(reasons) > 1:
         torch.distributed.all_gather_object(reasons, text)
     if failure is not None:
         raise failure
     failures = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-    raise CheckpointFailedError(f"{what} is not complete, `latest` is unchanged. {failures}")
+    if failures:
+        raise CheckpointFailedError(f"{what} is not complete, `latest` is unchanged. {failures}")
 
 
 def enable(engine: Any, /, *, overlap: bool | Kind = False, **options: Any) -> Any:

@@ -22,13 +22,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 
 from fastserial import config, distributed
 from fastserial.distributed import FlatShard
 from fastserial.distributed.onefile.decision import Writers
 from fastserial.distributed.onefile.saver import TIMEOUT
-from fastserial.distributed.ranks.group import collective, node_name
+from fastserial.distributed.ranks.group import collective
 from fastserial.distributed.sharding.file_index import FileTensor, index_of_file
 from fastserial.errors import ConfigError, LoadMismatchError
 from fastserial.integrations.deepspeed_shards import EngineShards, TrainedParameter
@@ -39,7 +38,6 @@ __all__ = ["load_full", "save_full", "writers_of"]
 _SHOWN = 20  # keys in an error
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-_SOCKETS = 2  # of a machine, as DeepSpeed counts them
 
 
 def save_full(
@@ -63,7 +61,7 @@ def save_full(
             those of the module, as `save_16bit_model` gives them; only without the optimizer.
         client_state: values of your own for the file.
         writers: as in `distributed.save`; by default what DeepSpeed's section "checkpoint.writer"
-            says ("data_parallel": replica, socket or machine), else all ranks.
+            says ("data_parallel": "machine" is one rank of each node), else all ranks.
         timeout: seconds after which a rank that is not heard from counts as lost.
 
     Returns:
@@ -151,16 +149,9 @@ def load_full(
 
 
 def writers_of(engine: Any) -> Writers:
-    """Return who writes, from DeepSpeed's configuration of its own writer. Collective."""
+    """Return who writes, from DeepSpeed's configuration of its own writer."""
     section = (engine._config._param_dict.get("checkpoint") or {}).get("writer") or {}
-    how = str(section.get("data_parallel") or "replica").lower()
-    if how == "machine":
-        return "node"
-    if how == "socket":
-        nodes: list[str] = [""] * dist.get_world_size()
-        torch.distributed.all_gather_object(nodes, node_name())
-        return min(_SOCKETS * len(set(nodes)), len(nodes))
-    return "all"
+    return "node" if str(section.get("data_parallel")).lower() == "machine" else "all"
 
 
 def _options(engine: Any) -> Any:

@@ -12,12 +12,10 @@ handle the configured engine is used (`threads` by default) and DeepSpeed need n
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import weakref
-from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +26,7 @@ from fastserial.checkpoints.save import write
 from fastserial.console import say
 from fastserial.engines.deepspeed.aio_op import AioSettings, load_op
 from fastserial.engines.deepspeed.locked_memory import may_lock
-from fastserial.engines.deepspeed.writer_config import FastFileWriterConfig, options_of
+from fastserial.engines.deepspeed.writer_config import FastFileWriterConfig, overrides
 from fastserial.errors import ConfigError, EngineUnavailableError
 from fastserial.memory.huge_pages import gather_pages
 
@@ -84,10 +82,11 @@ def fastpersist_save(
         EngineUnavailableError: the handle or GDS cannot be used here.
         DistributedError: with a group: any rank failed.
     """
-    options = FastFileWriterConfig(aio_handle, pinned_buffer, double_buffer)
+    _refuse_gds(use_gds)
+    found = overrides(FastFileWriterConfig(aio_handle, pinned_buffer, double_buffer))
     if group is None:
-        return _save(obj, file_path, options, use_gds, show_stats, True, 2)
-    with _options_of(options, use_gds):
+        return _save(obj, file_path, found, show_stats, True, 2)
+    with config.options(**found):
         report = distributed.save(obj, file_path, group=group, writers=num_parallel_writers)
     own = report.seconds - report.phases.get("plan", 0.0)
     return _statistics({}, report.path, report.bytes, report.seconds, own, show_stats)
@@ -109,22 +108,22 @@ def fastpersist_save_legacy(
     Arguments, result and errors are those of `fastpersist_save`.
     """
     del num_parallel_writers
-    options = FastFileWriterConfig(aio_handle, pinned_buffer, double_buffer)
-    return _save(obj, file_path, options, use_gds, show_stats, False, pickle_protocol)
+    _refuse_gds(use_gds)
+    found = overrides(FastFileWriterConfig(aio_handle, pinned_buffer, double_buffer))
+    return _save(obj, file_path, found, show_stats, False, pickle_protocol)
 
 
 def _save(
     obj: object,
     file_path: str | os.PathLike[str],
-    options: FastFileWriterConfig,
-    use_gds: bool,
+    options: dict[str, Any],
     show: bool,
     zip_container: bool,
     protocol: int,
 ) -> Statistics:
     path = os.fspath(file_path)
     began = perf_counter()
-    with _options_of(options, use_gds):
+    with config.options(**options):
         writer = write(obj, path, zip_container=zip_container, pickle_protocol=protocol)
     seconds = perf_counter() - began
     if writer is None or writer.report is None:  # torch wrote the file
@@ -132,22 +131,6 @@ def _save(
     report = writer.report
     own = report.seconds - report.phases["serialize"]
     return _statistics(writer.get_stats(), path, report.bytes, seconds, own, show)
-
-
-@contextlib.contextmanager
-def _options_of(options: FastFileWriterConfig, use_gds: bool) -> Iterator[None]:
-    """Apply the options of a handle and a buffer during the body.
-
-    Raises:
-        EngineUnavailableError: they cannot be used here.
-    """
-    _refuse_gds(use_gds)
-    if options.dnvme_handle is None:
-        yield
-        return
-    found = options_of(options)
-    with config.options(**{one.name: getattr(found, one.name) for one in fields(found)}):
-        yield
 
 
 def _refuse_gds(use_gds: bool) -> None:

@@ -6,8 +6,8 @@
 
 `FastAsyncCheckpointIO` writes during training. They replace `TorchCheckpointIO` and
 `AsyncCheckpointIO`, of `lightning` and of `pytorch_lightning`: the files are the same, byte for
-byte, but durable, and made without a copy of the whole state in memory. Lightning itself handles
-URLs (`s3://`, ...) and a torch without a patch. No `install()` is needed.
+byte, but durable, and made without a copy of the whole state in memory. URLs (`s3://`, ...) and a
+torch without a patch are left to Lightning's `TorchCheckpointIO`. No `install()` is needed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import contextlib
 import importlib
 import logging
 import os
+import pathlib
 import shutil
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 from fastserial.checkpoints.load import load
@@ -74,7 +76,8 @@ class FastCheckpointIO:
         """
         local = local_path(path)
         if local is None or storage_options is not None or patched("_save") is None:
-            self._save_elsewhere(checkpoint, path, storage_options)
+            stock = self._lightnings_own()
+            stock.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         make_folder(local)
         self._write(checkpoint, local)
@@ -132,10 +135,6 @@ class FastCheckpointIO:
             otherwise=lambda: self._lightnings_own().save_checkpoint(checkpoint, local),
         )
 
-    def _save_elsewhere(self, checkpoint: dict[str, Any], path: Path, options: Any) -> None:
-        """Let Lightning save."""
-        self._lightnings_own().save_checkpoint(checkpoint, path, storage_options=options)
-
     def _lightnings_own(self) -> Any:
         if self._stock is None:
             self._stock = stock_class(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO")()
@@ -175,22 +174,21 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
         check_snapshot(snapshot, snapshot_budget)
         self._kind: Kind = snapshot
         self._budget = snapshot_budget
-        self._remote: Any = None
         self._begin()
 
     def _begin(self) -> None:
         self._saves: list[PendingSave] = []  # whose outcomes no caller has seen
-        self._replaced: dict[str, PendingSave] = {}  # files to be removed once a save is in place
+        self._replaced: dict[str, PendingSave] = {}  # files to be removed after a save
         self._removing = threading.RLock()  # a signal handler may save, too
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a spawned process needs, without the pending saves."""
-        here = ("_saves", "_replaced", "_removing", "_pid", "_remote", "_stock")
+        here = ("_saves", "_replaced", "_removing", "_pid", "_stock")
         return {name: value for name, value in vars(self).items() if name not in here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _remote=None, _stock=None)
+        vars(self).update(state, _stock=None)
         self._begin()
 
     def save_checkpoint(
@@ -233,21 +231,17 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             super().remove_checkpoint(path)
         else:
             self._replaced[local] = last
-            last.add_done_callback(self._remove_old)
+            last.add_done_callback(partial(self._remove_old, local))
 
-    def _remove_old(self, _: object) -> None:
+    def _remove_old(self, local: str, save: PendingSave) -> None:
         """Remove what an ended save has replaced; if that save failed, it stays."""
         with self._removing:
-            for local, save in list(self._replaced.items()):
-                if not save.done():
-                    continue
-                del self._replaced[local]
-                if save.report is None:
-                    continue
-                try:
-                    _remove(local)
-                except OSError as error:
-                    _log.warning("%s: an old checkpoint stays: %s", local, error)
+            if self._replaced.pop(local, None) is not save or save.report is None:
+                return
+            try:
+                _remove(local)
+            except OSError as error:
+                _log.warning("%s: an old checkpoint stays: %s", local, error)
 
     def teardown(self) -> None:
         """Wait for all saves.
@@ -263,10 +257,8 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             if error is not None and first is not None:
                 _log.error("a checkpoint was not saved: %s", error)
             first = first or error
-        self._remove_old(None)
-        remote, self._remote = self._remote, None
-        if remote is not None:
-            remote.teardown()
+        for local, save in list(self._replaced.items()):
+            self._remove_old(local, save)
         if first is not None:
             raise first
 
@@ -291,22 +283,11 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
         """Forget the parent's saves in a forked child."""
         if self._pid != os.getpid():
             self._begin()
-            self._remote = None
 
     def _raise_failed(self) -> None:
         for save in [one for one in self._saves if one.done()]:
             self._saves.remove(save)
             save.wait()
-
-    def _save_elsewhere(self, checkpoint: dict[str, Any], path: Path, options: Any) -> None:
-        if self._remote is None:
-            found = stock_class(TRAINER, "plugins.io.async_plugin", "AsyncCheckpointIO")
-            self._remote = found(self._lightnings_own())
-        try:
-            self._remote.save_checkpoint(checkpoint, path, storage_options=options)
-        except BaseException:  # it would raise the same error each time
-            self._remote = None
-            raise
 
 
 def _ended_by(save: PendingSave, error: BaseException) -> bool:
@@ -322,12 +303,10 @@ def local_path(path: Path) -> str | None:
 
 
 def make_folder(local: str) -> None:
-    folder = os.path.dirname(local)
-    missing = []
-    while not os.path.isdir(folder) and folder not in missing and os.path.dirname(folder) != folder:
-        missing.append(folder)
-        folder = os.path.dirname(folder)
-    os.makedirs(os.path.dirname(local), exist_ok=True)
+    """Make the folder of a file, durably if the options say so."""
+    folder = pathlib.Path(local).parent
+    missing = [str(one) for one in (folder, *folder.parents) if not one.is_dir()]
+    os.makedirs(folder, exist_ok=True)
     if missing and current().durable:
         sync_folders(missing)
 

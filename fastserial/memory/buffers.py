@@ -19,7 +19,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastserial.config import Config, current
@@ -315,7 +315,6 @@ class PinnedStore:
 
 _parents: list[Pinned] = []
 pinned_store = PinnedStore()
-freed_with_it: list[Callable[[], None]] = []  # what else is kept for the next save or load
 os.register_at_fork(after_in_child=pinned_store.forget)
 
 
@@ -327,8 +326,6 @@ def free_pinned() -> int:
     Returns:
         Bytes freed; memory that a save or load is using is kept.
     """
-    for free in freed_with_it:
-        free()
     return pinned_store.free()
 
 

@@ -107,7 +107,7 @@ def test_saves(tmp_path: Path, plug: Plug, word: str, zipped: bool) -> None:
         assert fake.moved >= 300_000, saved()
         assert (saved().transfer, saved().direct) == ("gds", True)
         asked = "asked for" if word == "gds" else f"{word} is taken as gds"
-        assert saved().transfer_why == f"{asked}: cuFile 1.17 (nvidia-fs)"
+        assert saved().transfer_why == f"{asked}: cuFile 1.17"
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -232,6 +232,7 @@ def test_a_disk_that_fails(
     ("call", "status", "said"),
     [
         ("driver_open", 5001, r"cuFileDriverOpen: .*\(5001\)"),
+        ("buf_register", 5009, r"cuFileBufRegister: .*\(5009\)"),
         ("handle_register", 5008, r"cuFileHandleRegister: GDS is not supported.*\(5008\)"),
         ("set_parameter_bool", 5022, r"cuFileDriverOpen: .*\(5022\)"),
     ],

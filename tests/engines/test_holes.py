@@ -1,4 +1,4 @@
-"""What tells whether bytes were written, when nobody reports it; and locked memory."""
+"""What tells whether bytes were written, when nobody reports it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.processes import run
 
 from fastserial.engines.deepspeed.engine import is_blank, is_written
-from fastserial.engines.deepspeed.locked_memory import may_lock
 
 PAGE = mmap.PAGESIZE
 
@@ -51,10 +49,13 @@ def test_written_is_told_from_reserved(fd: int, reserve: bool) -> None:
 
 
 def test_the_end_is_not_a_hole(fd: int) -> None:
-    """Beyond the end the file grows, so that a file system without holes shows itself."""
-    is_blank(fd, 0, 2 * PAGE)
+    """Beyond the end space is reserved; the file never becomes shorter, whoever else extends it."""
+    assert is_blank(fd, 0, 2 * PAGE)
     assert os.fstat(fd).st_size == 2 * PAGE
     assert not is_written(fd, 4 * PAGE, PAGE)
+    os.pwrite(fd, b"x" * PAGE, 6 * PAGE)
+    assert is_blank(fd, 4 * PAGE, PAGE)
+    assert os.fstat(fd).st_size == 7 * PAGE
 
 
 def test_nothing_is_proven_where_nothing_can_be(tmp_path: Path, fd: int) -> None:
@@ -65,12 +66,3 @@ def test_nothing_is_proven_where_nothing_can_be(tmp_path: Path, fd: int) -> None
     assert not is_blank(reader, 0, PAGE)
     os.close(reader)
     assert not is_written(reader, 0, PAGE)
-
-
-@pytest.mark.parametrize(
-    ("pages", "expected"), [(0, "False False"), (3, "True False"), (4, "True True")]
-)
-def test_what_may_be_locked(pages: int, expected: str) -> None:
-    """As much as the hard limit allows."""
-    assert may_lock(PAGE)
-    assert run("lockable", pages * PAGE).out.strip() == expected

@@ -65,7 +65,6 @@ class FakeCuFile:
         """Begin anew, in a process that has not used cuFile yet."""
         self.__init__(self.device)  # type: ignore[misc]
         cufile._drivers.clear()
-        direct_memory._kept.clear()
         ring_module._warned.clear()
         return self
 
@@ -135,7 +134,7 @@ class FakeCuFile:
         return self._now(True, fh, base, size, offset, start)
 
     def _now(self, write: bool, fh: int, base: int, size: int, offset: int, start: int) -> int:
-        self._place(base, start, size)
+        assert 0 <= start <= start + size <= self.registered[base]
         self.device.free(_tensor(base + start, size), "moved", writes=not write)
         moved = self._move(write, fh, base + start, size, offset)
         if moved == -1:
@@ -143,11 +142,6 @@ class FakeCuFile:
         return moved
 
     # -- what happens --------------------------------------------------------------------------
-
-    def _place(self, base: int, start: int, size: int) -> None:
-        """Look where memory is: an offset is for registered memory, and inside it."""
-        if start:
-            assert 0 <= start <= start + size <= self.registered[base]
 
     def _move(self, write: bool, fh: int, address: int, size: int, offset: int) -> int:
         self.transfers += 1
@@ -190,11 +184,9 @@ def cufile_on(patch: pytest.MonkeyPatch, device: FakeDevice) -> FakeCuFile:
     patch.setattr(cufile, "missing", lambda: None)
     patch.setattr(cufile, "serves", lambda place: True)
     patch.setattr(cufile, "_drivers", {})
-    patch.setattr(cufile, "probe_gpus", lambda: SimpleNamespace(paths=["nvidia-fs"]))
     modules = {"cuda.bindings.cufile": fake, "cuda.bindings.runtime": None}
     patch.setattr(cufile, "importlib", SimpleNamespace(import_module=modules.__getitem__))
     patch.setattr(cufile.CuFile, "on", _on)
-    patch.setattr(direct_memory, "_kept", [])
     patch.setattr(direct_memory, "_lost", set())
     patch.setattr(ring_module, "_warned", set())
     return fake

@@ -23,7 +23,15 @@ from typing import Any
 
 from fastserial.errors import EngineUnavailableError
 
-__all__ = ["BUILD_COMMAND", "AioSettings", "borrow_handle", "give_back", "load_op", "missing"]
+__all__ = [
+    "BUILD_COMMAND",
+    "AioSettings",
+    "borrow_handle",
+    "give_back",
+    "load_op",
+    "missing",
+    "write",
+]
 
 MiB = 1024 * 1024
 BUILD_COMMAND = (
@@ -67,12 +75,10 @@ def missing() -> list[str]:
         lacks.append("libaio.so.1 is not installed: apt-get install libaio-dev")
     if any(Path(found.submodule_search_locations[0], "ops", "aio").glob("async_io_op*.so")):
         return lacks
-    # DeepSpeed compiles at first use, and looks for the tools again at each load.
-    if shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None:
-        lacks.append("there is no C++ compiler: apt-get install g++")
-    if shutil.which("ninja") is None:  # torch's extension loader runs it by name
-        lacks.append("ninja is not installed: pip install ninja")
-    if not _built():
+    # DeepSpeed compiles at first use, and torch's extension loader runs both tools at each load.
+    if shutil.which(os.environ.get("CXX", "c++")) is None or shutil.which("ninja") is None:
+        lacks.append("g++ or ninja is not installed: apt-get install g++; pip install ninja")
+    if not glob.glob(os.path.join(_extensions(), _OP, f"{_OP}.so")):
         lacks.append(
             "the op is not built yet (once, about 10 CPU minutes): apt-get install libaio-dev, and "
             + BUILD_COMMAND
@@ -88,16 +94,14 @@ def _loads(library: str) -> bool:
     return True
 
 
-def _built() -> bool:
-    """Return whether the library is where torch's extension loader puts it."""
+def _extensions() -> str:
+    """Return a pattern of the folders where torch's extension loader puts libraries."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if not root:
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        version = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_*"
-        root = os.path.join(glob.escape(cache), "torch_extensions", version)
-    else:
-        root = glob.escape(root)
-    return bool(glob.glob(os.path.join(root, _OP, f"{_OP}.so")))
+    if root:
+        return glob.escape(root)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    version = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_*"
+    return os.path.join(glob.escape(cache), "torch_extensions", version)
 
 
 def load_op() -> Any:
@@ -138,6 +142,18 @@ def give_back(settings: AioSettings, handle: Any) -> None:
     """Keep a handle, with nothing in flight, for the next file."""
     with _lock:
         _idle[settings].append(handle)
+
+
+def write(handle: Any, memory: Any, fd: int, offset: int) -> None:
+    """Write a tensor by a handle with nothing in flight; say nothing of how it went, as it does.
+
+    The number of bytes is divisible by the handle's threads. The first write of a process logs a
+    warning of DeepSpeed's: it keeps others from starting, and gives up the interpreter's lock in
+    between, which whoever waits there must not hold.
+    """
+    with _lock:
+        handle.async_pwrite(memory, fd, offset)
+    handle.wait()
 
 
 def _forget() -> None:

@@ -5,11 +5,7 @@ A file system with holes shows the difference: a range that was reserved or skip
 (`lseek(SEEK_HOLE)`), and direct I/O turns it into data only when the device has taken it. So
 DeepSpeed gets a block only where the file has none of its bytes yet, and when DeepSpeed is done
 they must be there; else a plain call writes them again, and reports the error. Where nothing would
-show whether bytes were moved (existing data, the page cache, reads), the engine `threads` moves
-them.
-
-A handle can only wait for all it was given, so there are two: one is filled while the other
-writes, as FastPersist's double buffer does.
+show whether bytes were moved (existing data, the page cache, reads), plain calls move them.
 """
 
 from __future__ import annotations
@@ -19,19 +15,17 @@ import fcntl
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
-from itertools import starmap
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from fastserial.config.performance import PAGE
-from fastserial.engines import Capabilities, Completion, Engine, Op, Request
+from fastserial.engines import Capabilities, Op, Request
+from fastserial.engines.deepspeed import aio_op
 from fastserial.engines.deepspeed.aio_op import AioSettings, borrow_handle, give_back, missing
-from fastserial.engines.deepspeed.locked_memory import given_pool, may_lock, own_pool
-from fastserial.engines.threads import ThreadsEngine, completed
-from fastserial.errors import EngineError
+from fastserial.engines.deepspeed.locked_memory import locked_pool, may_lock
+from fastserial.engines.threads import ThreadsEngine, transfer
 from fastserial.files import linux
-from fastserial.memory.buffers import Buffer, BufferPool
+from fastserial.memory.buffers import BufferPool
 
 if TYPE_CHECKING:
     import torch
@@ -41,37 +35,11 @@ __all__ = ["DeepSpeedEngine", "is_blank", "is_written"]
 _log = logging.getLogger("fastserial")
 
 
-class _Lane:
-    """One handle and what it was given since the last wait.
+class DeepSpeedEngine(ThreadsEngine):
+    """A few threads, each of which has its blocks written by a handle of DeepSpeed's.
 
-    `list.extend` records each call: no signal handler runs between the call and its record, so an
-    interrupt never leaves a transfer without a wait, nor a wait without a transfer, which would end
-    the process.
+    A handle can only wait for all that it was given; so each is given one block at a time.
     """
-
-    __slots__ = ("_given", "_waited", "handle", "pending")
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-        self.pending: list[tuple[Request, int]] = []  # with the bytes the handle moves
-        self._given: list[int] = []
-        self._waited: list[int] = []
-
-    def start(self, call: Callable[..., int], *arguments: Any) -> bool:
-        """Give the handle a transfer; return whether it took it."""
-        self._given.extend(starmap(call, (arguments,)))
-        return self._given[-1] == 0
-
-    def wait(self) -> None:
-        """Wait for all the handle was given."""
-        if 0 in self._given and not self._waited:
-            self._waited.extend(starmap(self.handle.wait, ((),)))
-        self._given.clear()
-        self._waited.clear()
-
-
-class DeepSpeedEngine(Engine):
-    """Blocks in locked memory, filled by the submitting thread and written by DeepSpeed's."""
 
     name: ClassVar[str] = "deepspeed"
     capabilities: ClassVar[Capabilities] = Capabilities(any_memory=False)
@@ -86,21 +54,15 @@ class DeepSpeedEngine(Engine):
         """Make an engine.
 
         Args:
-            threads: DeepSpeed's `intra_op_parallelism`, unless `settings` has it.
-            settings: the arguments of the handle.
+            threads: blocks that are written at a time, without `settings`.
+            settings: the arguments of the handles; by default each has one thread.
             memory: a locked or pinned byte tensor to use as buffers; by default one is allocated.
-            double_buffer: fill one half of the buffers while the other half is written.
+            double_buffer: with `settings`: write two blocks at a time, instead of one.
         """
-        self._settings = settings or AioSettings(intra_op_parallelism=threads)
-        super().__init__(self._settings.intra_op_parallelism)
+        blocks = threads if settings is None else 2 if double_buffer else 1
+        super().__init__(blocks)
+        self._settings = settings or AioSettings(intra_op_parallelism=1)
         self._memory = memory
-        self._lane_count = 2 if double_buffer else 1
-        self._lanes: list[_Lane] = []
-        self._turn = 0  # the lane that is being filled
-        self._lane_depth = 1  # requests it takes
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._done: list[Completion] = []
-        self._plain = ThreadsEngine(self.threads)
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -115,86 +77,38 @@ class DeepSpeedEngine(Engine):
         Raises:
             EngineUnavailableError: not even one buffer of `nbytes` bytes may be locked.
         """
-        handle, pool = self._open_lanes()[0].handle, None
-        if self._memory is not None:
-            pool = given_pool(handle, self._memory, count, nbytes)
-        pool = pool or own_pool(handle, count, nbytes)
-        self._tensors = pool.tensors
+        handle = borrow_handle(self._settings)
+        give_back(self._settings, handle)
+        pool = locked_pool(handle, self._memory, count, nbytes)
+        self._move = _mover(self._settings, pool.tensors)
         return pool
 
-    def _open_lanes(self) -> list[_Lane]:
-        while len(self._lanes) < self._lane_count:
-            self._lanes.append(_Lane(borrow_handle(self._settings)))
-        return self._lanes
 
-    def open(self, buffers: Sequence[Buffer], queue_depth: int) -> None:
-        self._open_lanes()
-        self._lane_depth = max(1, -(-queue_depth // self._lane_count))
-        self._plain.open(buffers, queue_depth)
+def _mover(settings: AioSettings, tensors: Mapping[int, torch.Tensor]) -> Callable[[Request], int]:
+    """Return what moves the bytes of a request, on a thread that no signal handler interrupts.
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if request.op is Op.READ or request.buffer.address not in self._tensors:
-                self._plain.submit([request])
-                continue
-            request.times[0] = perf_counter()
-            try:
-                if request.prepare is not None:
-                    request.prepare(request)
-                    request.prepare = None
-                request.times[1] = perf_counter()
-                if not self._start(request):
-                    self._plain.submit([request])
-            except Exception as error:
-                self._done.append(Completion(request, 0, error))
+    Args:
+        settings: of the handles.
+        tensors: locked memory, by the address of the buffer.
+    """
 
-    def _start(self, request: Request) -> bool:
-        """Give the aligned part of a write to DeepSpeed, if the file will show that it is written.
-
-        Raises:
-            OSError: the descriptor is none.
-        """
-        unit = _unit(request.fd)
-        if not unit or request.offset % unit:
-            return False
-        length = request.length - request.length % (unit * self.threads)
+    def write(request: Request) -> int:
+        """Write the aligned part of a block, and return how many bytes that was."""
+        tensor, unit = tensors.get(request.buffer.address), _unit(request.fd)
+        if request.op is Op.READ or tensor is None or not unit or request.offset % unit:
+            return 0
+        length = request.length - request.length % (unit * settings.intra_op_parallelism)
         if not length or not is_blank(request.fd, request.offset, length):
-            return False
-        lane = self._lanes[self._turn]
-        if len(lane.pending) >= self._lane_depth:
-            self._turn = (self._turn + 1) % len(self._lanes)
-            lane = self._lanes[self._turn]
-            if len(lane.pending) >= self._lane_depth:
-                raise EngineError("more requests in flight than `open` was given")
-        part = self._tensors[request.buffer.address][:length]
-        taken = lane.start(lane.handle.async_pwrite, part, request.fd, request.offset)
-        if taken:
-            lane.pending.append((request, length))
-        return taken
+            return 0
+        handle = borrow_handle(settings)
+        aio_op.write(handle, tensor[:length], request.fd, request.offset)
+        give_back(settings, handle)
+        if is_written(request.fd, request.offset, length):
+            return length
+        _log.warning("DeepSpeed lost a write of %d bytes; it is done again", length)
+        return 0
 
-    def wait(self, minimum: int) -> list[Completion]:
-        finished, self._done = self._done + self._plain.wait(0), []
-        while len(finished) < minimum:
-            # the lane after the one being filled is the oldest
-            order = [*self._lanes[self._turn + 1 :], *self._lanes[: self._turn + 1]]
-            lane = next((lane for lane in order if lane.pending), None)
-            if lane is None:
-                return finished + self._plain.wait(minimum - len(finished))
-            lane.wait()
-            pending, lane.pending = lane.pending, []
-            finished += starmap(_end, pending)
-        return finished
-
-    def close(self) -> None:
-        try:
-            self._plain.close()
-        finally:
-            lanes, self._lanes = self._lanes, []
-            for lane in lanes:
-                lane.wait()
-                give_back(self._settings, lane.handle)
-            self._tensors = {}
-            self._done.clear()
+    return lambda request: transfer(request, write(request))
 
 
 def _unit(fd: int) -> int:
@@ -207,23 +121,16 @@ def _unit(fd: int) -> int:
     return math.lcm(PAGE, os.fstat(fd).st_blksize, *filter(None, units))
 
 
-def _end(request: Request, length: int) -> Completion:
-    """End a request of which DeepSpeed wrote `length` bytes, or lost them."""
-    if not is_written(request.fd, request.offset, length):
-        _log.warning("DeepSpeed lost a write of %d bytes; it is done again", length)
-        length = 0
-    return completed(request, length)
-
-
 def is_blank(fd: int, offset: int, length: int) -> bool:
     """Return whether a region of a file holds no data yet, and the file system shows when it does.
 
-    The file grows to hold the region: past the end of a file there are no holes.
+    Space is reserved past the end of the file, where there are no holes. That never shortens the
+    file, which other threads may be extending.
     """
     end = offset + length
     try:
-        if os.fstat(fd).st_size < end:
-            os.ftruncate(fd, end)
+        if os.fstat(fd).st_size < end and not linux.preallocate(fd, offset, length):
+            return False
         return os.lseek(fd, offset, os.SEEK_DATA) >= end
     except OSError as error:
         return error.errno == errno.ENXIO  # no data from `offset` to the end of the file

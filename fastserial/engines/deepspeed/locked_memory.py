@@ -6,11 +6,9 @@ writing them.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import mmap
-import resource
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -24,12 +22,12 @@ from fastserial.memory.huge_pages import gather_pages
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LockedPool", "given_pool", "may_lock", "own_pool"]
+__all__ = ["LockedPool", "locked_pool", "may_lock"]
 
 _log = logging.getLogger("fastserial")
 _lock = threading.RLock()  # a signal handler may come while its thread holds it
 _spare: list[torch.Tensor] = []  # at most one
-_claimed: set[int] = set()  # addresses of memory given, while a file uses it
+_claimed: set[int] = set()  # addresses of the caller's memory, while a file uses it
 
 
 class LockedPool(BufferPool):
@@ -54,17 +52,28 @@ class LockedPool(BufferPool):
 
     def _unmap(self) -> None:
         release, self._release = self._release, None
-        self.tensors = {}
+        self.tensors.clear()
         if release is not None:
             release()
 
 
-def own_pool(handle: Any, count: int, nbytes: int) -> LockedPool:
-    """Return buffers of our own, fewer than `count` if `ulimit -l` does not allow as many.
+def locked_pool(handle: Any, given: torch.Tensor | None, count: int, nbytes: int) -> LockedPool:
+    """Return up to `count` buffers of `nbytes` bytes.
+
+    Args:
+        handle: DeepSpeed's, which locks memory.
+        given: the caller's memory, used if it is free, large enough, and locked or pinned.
 
     Raises:
-        EngineUnavailableError: not even one buffer of `nbytes` bytes may be locked.
+        EngineUnavailableError: not even one buffer may be locked (`ulimit -l`).
     """
+    if given is not None:
+        most = (given.nbytes - -given.data_ptr() % PAGE) // nbytes
+        if most < 1 or given.device.type != "cpu" or not handle.is_pinned(given):
+            _log.debug("the buffer given is too small or not pinned; locking other memory")
+        elif _claim(given.data_ptr()):
+            release = partial(_claimed.discard, given.data_ptr())
+            return LockedPool(given, min(count, most), nbytes, release)
     with _lock:
         tensor = _spare.pop() if _spare else None
     if tensor is not None and tensor.nbytes < count * nbytes:
@@ -86,6 +95,19 @@ def own_pool(handle: Any, count: int, nbytes: int) -> LockedPool:
     return LockedPool(tensor, count, nbytes, partial(_keep, handle, tensor))
 
 
+def _claim(address: int) -> bool:
+    """Return whether nobody else uses the caller's memory at an address; from now on somebody does.
+
+    Whoever claimed it removes the address from `_claimed` in the end.
+    """
+    with _lock:
+        if address in _claimed:
+            _log.debug("the buffer given is in use by another save; locking other memory")
+            return False
+        _claimed.add(address)
+        return True
+
+
 def _keep(handle: Any, tensor: torch.Tensor) -> None:
     with _lock:
         if not _spare:
@@ -94,32 +116,8 @@ def _keep(handle: Any, tensor: torch.Tensor) -> None:
     handle.free_cpu_locked_tensor(tensor)
 
 
-def given_pool(handle: Any, memory: torch.Tensor, count: int, nbytes: int) -> LockedPool | None:
-    """Return buffers in the caller's memory, or None if it does not do."""
-    address = memory.data_ptr()
-    most = (memory.nbytes - -address % PAGE) // nbytes
-    if most < 1 or memory.device.type != "cpu" or not handle.is_pinned(memory):
-        _log.debug("the buffer given is too small or not pinned; locking other memory")
-        return None
-    with _lock:
-        if address in _claimed:
-            _log.debug("the buffer given is in use by another save; locking other memory")
-            return None
-        _claimed.add(address)
-    return LockedPool(memory, min(count, most), nbytes, partial(_claimed.discard, address))
-
-
 def may_lock(nbytes: int) -> bool:
-    """Return whether this process may lock so many bytes now, if need be up to its hard limit."""
-    if _can_lock(nbytes):
-        return True
-    hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
-    return _can_lock(nbytes)
-
-
-def _can_lock(nbytes: int) -> bool:
+    """Return whether this process may lock so many bytes now."""
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         anchor = ctypes.c_char.from_buffer(memory)
         address = ctypes.c_void_p(ctypes.addressof(anchor))

@@ -18,7 +18,7 @@ from fastserial.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FastFileWriterConfig", "WriterOptions", "options_of"]
+__all__ = ["FastFileWriterConfig", "WriterOptions", "options_of", "overrides"]
 
 MiB = 1024 * 1024
 _MOST_BLOCKS = 16
@@ -60,6 +60,15 @@ class FastFileWriterConfig:
 def options_of(options: WriterOptions) -> Config:
     """Return our options for DeepSpeed's: those in force, with its handle and memory.
 
+    Raises:
+        ConfigError: as `overrides`.
+    """
+    return replace(current(), **overrides(options))
+
+
+def overrides(options: WriterOptions) -> dict[str, Any]:
+    """Return the options that DeepSpeed's handle and memory set.
+
     The handle has the settings; the writer uses handles of its own, so that any number of
     writers may be given the same one.
 
@@ -68,7 +77,7 @@ def options_of(options: WriterOptions) -> Config:
     """
     handle, memory = options.dnvme_handle, options.pinned_tensor
     if handle is None:
-        return current()
+        return {}
     if not hasattr(handle, "get_intra_op_parallelism") or "gds" in type(handle).__name__:
         raise ConfigError(
             f"dnvme_handle must be DeepSpeed's aio_handle, not {type(handle).__name__}; "
@@ -78,12 +87,12 @@ def options_of(options: WriterOptions) -> Config:
     engine = partial(
         DeepSpeedEngine, settings=settings, memory=memory, double_buffer=options.double_buffer
     )
-    config = replace(current(), engine=engine, threads=settings.intra_op_parallelism)
+    found = {"engine": engine, "threads": settings.intra_op_parallelism}
     if memory is None:
-        return config
+        return found
     halves = 2 if options.double_buffer else 1
     count, block = _division(memory, halves, settings.intra_op_parallelism)
-    return replace(config, queue_depth=count, block_size=block)
+    return {**found, "queue_depth": count, "block_size": block}
 
 
 def _division(memory: torch.Tensor, halves: int, parallelism: int) -> tuple[int, int]:

@@ -11,27 +11,19 @@ import contextlib
 import ctypes
 import errno
 import importlib
+import importlib.util
 import os
 from collections.abc import Iterator
-from importlib import metadata
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fastserial.engines import Op
-from fastserial.engines.gds.host import probe_gpus
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "CuFile",
-    "DeviceRegion",
-    "DirectTransferError",
-    "missing",
-    "open_driver",
-    "serves",
-]
+__all__ = ["CuFile", "DirectTransferError", "missing", "open_driver", "serves"]
 
-_PACKAGE, _OLDEST = "cuda-bindings", (13, 1)  # before, the bytes that were moved are invisible
+_PACKAGE = "cuda.bindings"
 _ALREADY_OPEN = 5026  # CU_FILE_DRIVER_ALREADY_OPEN
 _OPAQUE_FD = 1  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
 
@@ -49,13 +41,6 @@ class DirectTransferError(OSError):
 
     def __str__(self) -> str:
         return str(self.strerror)
-
-
-class DeviceRegion(NamedTuple):
-    """Device memory from `address` on; the driver may have it registered."""
-
-    address: int
-    registered: bool
 
 
 class FileDescription(ctypes.Structure):
@@ -76,26 +61,9 @@ def missing() -> str | None:
         return "cuFile needs a torch that is built for CUDA"
     if not torch.cuda.is_available():
         return "cuFile needs a GPU, and torch sees none"
-    wanted = f"cuFile needs the package {_PACKAGE} {_OLDEST[0]}.{_OLDEST[1]} or later, and numpy"
-    try:
-        found = metadata.version(_PACKAGE)
-        metadata.version("numpy")
-    except metadata.PackageNotFoundError as error:
-        return f"{wanted}; {error.name} is not installed"
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        if Version(found).release < _OLDEST:
-            return f"{wanted}; there is {found}"
-    except InvalidVersion:
-        return f"{wanted}; there is {found!r}"
-    host = probe_gpus()
-    if host is None or host.gds == "compat":
-        lacks = ", ".join(host.p2pdma_lacks) if host is not None else ""
-        return (
-            "cuFile would go through the host here (compat): there is no nvidia-fs"
-            f"{', and P2PDMA lacks ' + lacks if lacks else ''}"
-        )
+    for name in ("cuda", "numpy"):
+        if importlib.util.find_spec(name) is None:
+            return "cuFile needs the packages cuda-bindings (13.1 or later) and numpy"
     return None
 
 
@@ -115,14 +83,12 @@ def open_driver(device: torch.device) -> CuFile:
     """
     pid = os.getpid()
     if pid not in _drivers:
-        host = probe_gpus()
-        path = " or ".join(host.paths) if host is not None else "an unknown path"
         try:
-            module = importlib.import_module("cuda.bindings.cufile")
-            runtime = importlib.import_module("cuda.bindings.runtime")
+            module = importlib.import_module(f"{_PACKAGE}.cufile")
+            runtime = importlib.import_module(f"{_PACKAGE}.runtime")
         except Exception as error:  # a library that is not there is no ImportError
             raise DirectTransferError(f"cuFile cannot be loaded: {error}") from error
-        _drivers[pid] = CuFile(module, runtime, path, device)
+        _drivers[pid] = CuFile(module, runtime, device)
     return _drivers[pid]
 
 
@@ -133,16 +99,15 @@ class CuFile:
     `DirectTransferError` where cuFile refuses or fails.
 
     Attributes:
-        name: with its version, and the path that bytes take.
+        name: with its version.
     """
 
-    def __init__(self, module: Any, runtime: Any, path: str, device: torch.device) -> None:
+    def __init__(self, module: Any, runtime: Any, device: torch.device) -> None:
         """Forbid cuFile its compatibility mode, for the whole process: it would not report it.
 
         Args:
             module: `cuda.bindings.cufile`.
             runtime: `cuda.bindings.runtime`.
-            path: how bytes get from the GPU to the drive.
             device: one that has a context.
 
         Raises:
@@ -150,23 +115,19 @@ class CuFile:
                 mode is allowed.
         """
         self._module, self._runtime = module, runtime
+        compat = module.BoolConfigParameter.PROPERTIES_ALLOW_COMPAT_MODE
         with self.on(device), self._translated("cuFileDriverOpen"):
-            self._forbid_compat()
+            with self._open_already():
+                module.set_parameter_bool(compat, False)
+            if module.get_parameter_bool(compat):
+                raise DirectTransferError(
+                    "cuFile is in use already in this process, and may go through the host "
+                    "(compat) without saying so: set CUFILE_ALLOW_COMPAT_MODE=false"
+                )
             with self._open_already():
                 module.driver_open()  # reads cufile.json
             version = module.get_version()
-        self.name = f"cuFile {version // 1000}.{version % 1000 // 10} ({path})"
-
-    def _forbid_compat(self) -> None:
-        module = self._module
-        compat = module.BoolConfigParameter.PROPERTIES_ALLOW_COMPAT_MODE
-        with self._open_already():
-            module.set_parameter_bool(compat, False)
-        if module.get_parameter_bool(compat):
-            raise DirectTransferError(
-                "cuFile is in use already in this process, and may go through the host (compat) "
-                "without saying so: set CUFILE_ALLOW_COMPAT_MODE=false"
-            )
+        self.name = f"cuFile {version // 1000}.{version % 1000 // 10}"
 
     @contextlib.contextmanager
     def _open_already(self) -> Iterator[None]:
@@ -214,52 +175,34 @@ class CuFile:
         """Deregister a handle; no transfer uses it."""
         self._module.handle_deregister(file)
 
-    def register(self, address: int, nbytes: int) -> bool:
-        """Register device memory; False: it is used as it is."""
-        try:
-            with self._translated("cuFileBufRegister"):
-                self._module.buf_register(address, nbytes, 0)
-        except DirectTransferError:
-            return False  # such memory passes through a buffer of cuFile's on the device
-        return True
+    def register(self, address: int, nbytes: int) -> None:
+        """Register device memory for transfers."""
+        with self._translated("cuFileBufRegister"):
+            self._module.buf_register(address, nbytes, 0)
 
     def release(self, address: int) -> None:
         """Forget registered memory."""
         with contextlib.suppress(DirectTransferError), self._translated("cuFileBufDeregister"):
             self._module.buf_deregister(address)
 
-    def move(
-        self, op: Op, file: int, region: DeviceRegion, start: int, nbytes: int, offset: int
-    ) -> int:
+    def move(self, op: Op, file: int, address: int, start: int, nbytes: int, offset: int) -> int:
         """Transfer, and return how many bytes were moved.
 
         Args:
             op: from or to the device.
             file: the handle of the file.
-            region, start, nbytes: the memory: so many bytes from byte `start` on.
+            address, start, nbytes: registered memory, and so many bytes from its byte `start` on.
             offset: in the file (bytes).
         """
         write = op is Op.WRITE
-        function = self._module.write if write else self._module.read
-        base = region.address
-        if not region.registered:  # cuFile takes an offset in registered memory only
-            base, start = base + start, 0
         with self._translated("cuFileWrite" if write else "cuFileRead"):
-            moved: int | None = function(file, base, nbytes, offset, start)
-        if moved is None:
-            raise DirectTransferError("cuda.bindings.cufile does not tell how much was moved")
-        return self._checked(moved, nbytes)
-
-    def _checked(self, moved: int, most: int) -> int:
-        if 0 <= moved <= most:
-            return moved
-        what = self._describe(moved) if moved < 0 else f"{moved} of {most} bytes moved"
-        raise DirectTransferError(f"{self.name}: {what}", max(0, -moved))
-
-    def _describe(self, status: int) -> str:
-        """Return what a negative status means."""
-        if status == -1:
-            return "an error of the file system"
-        with contextlib.suppress(Exception):  # a number that the library does not know
-            return f"{self._module.op_status_error(-status)} ({-status})"
-        return f"status {-status}"
+            function = self._module.write if write else self._module.read
+            moved: int | None = function(file, address, nbytes, offset, start)
+        if moved is None:  # before cuda-bindings 13.1
+            raise DirectTransferError("cuda.bindings.cufile does not return how much was moved")
+        if moved < 0:
+            what = "an error of the file system"
+            if moved != -1:
+                what = f"{self._module.op_status_error(-moved)} ({-moved})"
+            raise DirectTransferError(f"{self.name}: {what}", -moved)
+        return moved

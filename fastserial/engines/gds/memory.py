@@ -1,11 +1,11 @@
 """Blocks that go between files and devices past the host: GPUDirect Storage.
 
 Each staging buffer of the ring has a slot of its size on the device, in memory that is registered
-with the driver once and kept. A save copies a block to its slot, on the device, and has the slot
-written; a load has the slot filled and copies from it. So the driver sees aligned memory only,
-however tensors lie; what is written cannot change meanwhile; and the host checksums the bytes of
-the slot. The ring's order holds for the slots: a buffer is taken again when everything queued for
-it is complete, and nothing is closed before.
+with the driver. A save copies a block to its slot, on the device, and has the slot written; a load
+has the slot filled and copies from it. So the driver sees aligned memory only, however tensors
+lie; what is written cannot change meanwhile; and the host checksums the bytes of the slot. The
+ring's order holds for the slots: a buffer is taken again when everything queued for it is complete,
+and nothing is closed before.
 
 The threads of the engine make cuFile's synchronous calls, several at once. `gpu_async` and
 `gpu_batch` are accepted, and do the same.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,12 +23,12 @@ from fastserial.config import Config
 from fastserial.config.performance import PAGE, PINNED_RING
 from fastserial.engines import Engine, Op, Request
 from fastserial.engines.gds import cufile
-from fastserial.engines.gds.cufile import CuFile, DeviceRegion, DirectTransferError
+from fastserial.engines.gds.cufile import CuFile, DirectTransferError
 from fastserial.engines.threads import transfer
 from fastserial.files.linux import open_direct
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory import devices
-from fastserial.memory.buffers import DIRECT, freed_with_it, instead
+from fastserial.memory.buffers import DIRECT, instead
 from fastserial.reports import Transfer
 
 if TYPE_CHECKING:
@@ -73,10 +72,10 @@ def offer(
     word = config.transfer
     if word not in DIRECT or ring is None:
         return None, taken
+    served = [place for place in places if cufile.serves(place)]
     why = missing(word) or refusal
     if why is None and not engine.capabilities.device_memory:
         why = f"engine {engine.name!r} does not move device memory"
-    served = [place for place in places if cufile.serves(place)]
     if why is None and not served:
         why = "cuFile serves CUDA devices only"
     if why is None:
@@ -91,73 +90,27 @@ def offer(
 
 
 class DeviceSlots:
-    """A slot on a device for each staging buffer of a ring: memory known to the driver."""
+    """Device memory that the driver knows, and a stream for copies from and to it."""
 
     def __init__(self, driver: CuFile, device: torch.device) -> None:
-        """Allocate and register.
+        """Allocate and register `PINNED_RING` bytes.
 
         Raises:
             RuntimeError: the device has not enough memory, or no streams.
+            DirectTransferError: the driver refuses the memory.
         """
         import torch
 
-        whole = torch.empty(PINNED_RING + PAGE, dtype=torch.uint8, device=device)
-        before = -whole.data_ptr() % PAGE
-        self.driver, self.device = driver, device
-        self.whole = whole[before : before + PINNED_RING]
         stream = devices.copy_stream(device)
         if stream is None:
             raise RuntimeError(f"torch has no streams for {device.type}")
-        self.stream = stream  # kept: torch has 32, the program's among them
-        address = self.whole.data_ptr()
+        memory = torch.empty(PINNED_RING + PAGE, dtype=torch.uint8, device=device)
+        before = -memory.data_ptr() % PAGE
+        self.device, self.stream = device, stream
+        self.memory = memory[before : before + PINNED_RING]
+        self.address = self.memory.data_ptr()
         with driver.on(device):
-            self.region = DeviceRegion(address, driver.register(address, PINNED_RING))
-
-    def release(self) -> None:
-        """Deregister the memory; nothing uses it."""
-        if self.region.registered:
-            with self.driver.on(self.device):
-                self.driver.release(self.region.address)
-
-
-_lock = threading.RLock()  # a signal handler may save, too
-_kept: list[DeviceSlots] = []  # for the next save or load
-_parents: list[DeviceSlots] = []
-
-
-def _take_slots(driver: CuFile, device: torch.device) -> DeviceSlots:
-    """Return free slots.
-
-    Raises:
-        RuntimeError: the device has not enough memory.
-    """
-    with _lock:
-        for slots in _kept:
-            if slots.device == device and slots.driver is driver:
-                _kept.remove(slots)
-                return slots
-    return DeviceSlots(driver, device)
-
-
-def _give_slots(slots: DeviceSlots) -> None:
-    with _lock:
-        _kept.append(slots)
-
-
-def _free_slots() -> None:
-    with _lock:
-        while _kept:
-            _kept.pop().release()
-
-
-def _forget_slots() -> None:
-    """Forget, in a forked child, the device's memory: it is the parent's."""
-    _parents.extend(_kept)
-    _kept.clear()
-
-
-freed_with_it.append(_free_slots)
-os.register_at_fork(after_in_child=_forget_slots)
+            driver.register(self.address, PINNED_RING)
 
 
 _lost: set[DirectMemory] = set()  # whose device failed: it may still use the memory
@@ -212,10 +165,11 @@ class DirectMemory:
 
         Raises:
             RuntimeError: there is no memory.
+            DirectTransferError: the driver refuses the memory.
         """
         for device in places:
             if device not in self._slots and cufile.serves(device):
-                self._slots[device] = _take_slots(self._driver, device)
+                self._slots[device] = DeviceSlots(self._driver, device)
             if device in self._slots:
                 self._slots[device].stream.follow()
 
@@ -255,16 +209,16 @@ class DirectMemory:
         return partial(self._move, self._slots[target.device], False, target)
 
     def close(self) -> None:
-        """Wait for all transfers, and keep the memory for the next file. Idempotent."""
-        finish(self._end_streams, self._let_go)
+        """Wait for all transfers, and free what they used. Idempotent."""
+        finish(self._end_streams, self._free)
 
     def __del__(self) -> None:
         if self._pid == os.getpid() and not sys.is_finalizing():
-            self.close()  # no transfer runs any more: the slots are for the next file
+            self.close()
 
     def _slot(self, slots: DeviceSlots, buffer: Buffer, length: int) -> torch.Tensor:
         start = buffer.index * self._block
-        return slots.whole[start : start + length]
+        return slots.memory[start : start + length]
 
     def _move(
         self, slots: DeviceSlots, shown: bool, target: torch.Tensor | None, request: Request
@@ -279,7 +233,7 @@ class DirectMemory:
         try:
             self._ring.arrive(buffer)
             with self._driver.on(slots.device):
-                done = self._past_the_host(slots.region, request)
+                self._past_the_host(slots, request)
         except DirectTransferError as error:
             if not self._refused:
                 self._refused = True
@@ -296,10 +250,14 @@ class DirectMemory:
         if target is not None:
             slots.stream.send(slot, target)
             self._ring.keep(buffer, slots.stream.mark(), target)
-        return done
+        return length
 
-    def _past_the_host(self, region: DeviceRegion, request: Request) -> int:
-        """Move a block between its slot and the file; continue after a short transfer."""
+    def _past_the_host(self, slots: DeviceSlots, request: Request) -> None:
+        """Move a block between its slot and the file; continue after a short transfer.
+
+        Raises:
+            DirectTransferError: it was not moved as a whole.
+        """
         first, length, done = request.buffer.index * self._block, request.length, 0
         if self._file is None:
             raise ValueError("the file is closed")
@@ -307,15 +265,14 @@ class DirectMemory:
             done -= done % self.alignment
             rest = length - done
             moved = self._driver.move(
-                request.op, self._file, region, first + done, rest, request.offset + done
+                request.op, self._file, slots.address, first + done, rest, request.offset + done
             )
-            if moved < min(self.alignment, rest):
+            if not min(self.alignment, rest) <= moved <= rest:
                 what = "written" if request.op is Op.WRITE else "read"
                 raise DirectTransferError(
-                    f"{self._driver.name}: only {done + moved} of {length} bytes were {what}"
+                    f"{self._driver.name}: {done + moved} of {length} bytes were {what}"
                 )
             done += moved
-        return done
 
     def _end_streams(self) -> None:
         try:
@@ -325,7 +282,7 @@ class DirectMemory:
             _lost.add(self)
             raise
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         if self in _lost:  # all that the device may be using is kept for good
             return
         file, self._file = self._file, None
@@ -333,4 +290,6 @@ class DirectMemory:
             self._driver.close_file(file)
         self._files.close()
         while self._slots:
-            _give_slots(self._slots.popitem()[1])
+            device, slots = self._slots.popitem()
+            with self._driver.on(device):
+                self._driver.release(slots.address)
