@@ -62,9 +62,9 @@ FAULTS = [
     Fault("a direct read begins a block late", "loading/planner.py", "start = near[0].offset - near[0].offset % alignment", "start = near[0].offset + -near[0].offset % alignment"),  # noqa: E501
     Fault("runs are joined over large holes", "loading/planner.py", "at - end > NEAR_EXTENTS", "at - end > 2**40"),  # noqa: E501
     Fault("a piece forgets where its sink begins", "loading/planner.py", "self.start + first - self.offset)", "self.start)"),  # noqa: E501
-    Fault("memory is taken without a bound", "loading/prefetch.py", "if self._held and self._held + group.nbytes > LOOK_AHEAD:", "if False:"),  # noqa: E501
-    Fault("a batch is there with its first block", "loading/prefetch.py", "            if group.left:\n                return", "            pass"),  # noqa: E501
-    Fault("damage that the thread found is kept silent", "loading/prefetch.py", "if not there and isinstance(self._error, CorruptCheckpointError):", "if False:"),  # noqa: E501
+    Fault("memory is taken without a bound", "loading/prefetch.py", "elif self._held and self._held + group.nbytes > LOOK_AHEAD:", "elif False:"),  # noqa: E501
+    Fault("a group is there with its first block", "loading/prefetch.py", "self.left = (self.left or 0) - 1", "self.left = 0"),  # noqa: E501
+    Fault("damage found while reading ahead is kept silent", "loading/prefetch.py", "if isinstance(self.error, CorruptCheckpointError):\n                    raise", "if False:\n                    raise"),  # noqa: E501
     Fault("a block goes to a rank twice", "distributed/plan/division.py", "return -(-first // GRAIN), stop // GRAIN", "return first // GRAIN, -(-stop // GRAIN)"),  # noqa: E501
     Fault("moves come in another order", "distributed/plan/schedule.py", "moves.sort(key=_place)", "moves.sort(key=_place, reverse=found.receives and moves in found.receives.values())"),  # noqa: E501
     Fault("a tile ends where another range's does", "distributed/plan/schedule.py", "min(stop, end + shift)", "min(stop, end)"),  # noqa: E501

@@ -1,14 +1,15 @@
 """Reading a pickle without executing it.
 
-`decode` runs the pickle's opcodes on symbols: nothing is imported and nothing is called. An import
+`decode` is Python's own unpickler on symbols: nothing is imported and nothing is called. An import
 becomes a `Global`, a call a `Call`, a persistent id a `Persistent`. Memory, time and the length of
 values have hard limits.
 """
 
 from __future__ import annotations
 
+import pickle
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, NamedTuple
@@ -24,7 +25,6 @@ from fastserial.formats.source import BytesSource, ByteStream
 __all__ = [
     "Call",
     "Decoded",
-    "Elided",
     "Global",
     "Limits",
     "Mapping",
@@ -38,6 +38,10 @@ _CHECK_EVERY = 4096  # opcodes between looks at the clock
 _PUSH_BYTES = 96  # what one opcode's value costs, roughly
 _CONTAINER_BYTES = 200
 _MOST_NESTED_TUPLES = 50_000  # to hash some 130,000 takes a thread's whole stack of 8 MiB
+_DAMAGE = (  # what Python's code raises for a damaged pickle
+    AttributeError, LookupError, OverflowError, TypeError, ValueError, Warning,
+    pickle.UnpicklingError, struct.error,
+)  # fmt: skip
 
 
 class Global(NamedTuple):
@@ -56,18 +60,14 @@ class Persistent(NamedTuple):
     pid: Any
 
 
-class Elided(NamedTuple):
-    """A value too long to keep: its type and its length (bytes)."""
-
-    kind: str
-    nbytes: int
-
-
 @dataclass(slots=True, eq=False)
 class Mapping:
     """A dictionary, whose keys need not be hashable."""
 
     items: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +90,17 @@ class Call:
     appended: list[Any] = field(default_factory=list)
     items: list[tuple[Any, Any]] = field(default_factory=list)
 
+    def append(self, item: Any) -> None:
+        """Note an item that would be appended."""
+        self.appended.append(item)
+
+    def extend(self, items: list[Any]) -> None:
+        """Note items that would be appended, or added to a set."""
+        self.appended.extend(items)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -98,9 +109,8 @@ class Limits:
     Attributes:
         memory: bytes of its values (an upper estimate).
         seconds: time.
-        kept: strings and numbers longer than this many bytes are left out (`Elided`).
+        kept: strings longer than this many bytes are read as empty.
         depth: how deep values may be nested, for a walk over them.
-        tuples: how deep tuples may be nested: hashing one takes stack for each.
         visits: how many values a walk may visit, roughly.
     """
 
@@ -108,7 +118,6 @@ class Limits:
     seconds: float = 60.0
     kept: int = 64 * 1024
     depth: int = 1000
-    tuples: int = _MOST_NESTED_TUPLES
     visits: int = 20_000_000
 
 
@@ -116,27 +125,37 @@ class _Stop(Exception):
     """The pickle is at its end."""
 
 
-class _Machine:
-    """The unpickler's stack, marks and memo, holding symbols."""
+class _SymbolicUnpickler(pickle._Unpickler):
+    """Python's own unpickler, in which names, calls and state are symbols.
+
+    Nothing on its stack can be called: `find_class` returns a `Global`. Only the opcodes named
+    below are known, so an opcode that a later Python adds is refused.
+    """
+
+    stack: list[Any]
+    metastack: list[list[Any]]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
 
     def __init__(self, stream: ByteStream, limits: Limits) -> None:
+        super().__init__(stream, encoding="bytes")
         self.stream = stream
         self.limits = limits
-        self.stack: list[Any] = []
-        self.marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
-        self._nested: dict[int, tuple[tuple[Any, ...], int]] = {}  # tuples with tuples in them
+        self.budget = limits.memory
         self.globals: set[Global] = set()
         self.persistents: list[Persistent] = []
-        self.budget = limits.memory
+        self._depths: dict[int, tuple[tuple[Any, ...], int]] = {}  # of tuples with tuples in them
 
-    def run(self, table: Sequence[Callable[[_Machine], None] | None]) -> Any:
+    def load(self) -> Any:
         """Run opcodes up to the end and return the pickle's value.
 
         Raises:
-            CorruptCheckpointError, IndexError, ValueError, KeyError, TypeError: it is damaged.
+            CorruptCheckpointError: it is damaged; also the errors in `_DAMAGE`.
+            UnreadableCheckpointError: it has opcodes that are not read.
             PickleLimitError: it takes more than the limits allow.
         """
+        self.stack, self.metastack = [], []
+        self.append = self.stack.append
         deadline = monotonic() + self.limits.seconds
         stream = self.stream
         try:
@@ -148,13 +167,8 @@ class _Machine:
                         at = 0
                     code = stream.chunk[at]
                     stream.at = at + 1
-                    handler = table[code]
-                    if handler is None:
-                        raise CorruptCheckpointError(
-                            f"byte {code:#04x} is no pickle opcode", offset=stream.tell() - 1
-                        )
-                    self.budget -= _PUSH_BYTES
-                    handler(self)
+                    self.budget -= _COSTS[code]
+                    _TABLE[code](self)
                 if self.budget < 0:
                     raise PickleLimitError(f"a pickle takes more than {self.limits.memory} bytes")
                 if monotonic() > deadline:
@@ -162,356 +176,149 @@ class _Machine:
         except _Stop:
             return self.stack[-1]
 
-    def pop_mark(self) -> list[Any]:
-        """Return what was pushed since the last mark."""
-        items = self.stack
-        self.stack = self.marks.pop()
-        return items
+    def read(self, nbytes: int) -> bytes:
+        """Return the next bytes; nothing if they are more than are kept of a value."""
+        if nbytes > self.limits.kept:
+            self.stream.skip(nbytes)
+            return b""
+        self.budget -= nbytes
+        return self.stream.read(nbytes)
 
-    def push_tuple(self, items: list[Any]) -> None:
-        """Push a tuple.
+    def readline(self) -> bytes:
+        """Return the bytes up to the next newline, which is included."""
+        line = self.stream.readline()
+        self.budget -= len(line)
+        return line
 
-        Raises:
-            PickleLimitError: it is nested too deep.
-        """
+    def find_class(self, module: str, name: str) -> Global:
+        found = Global(module, name)
+        self.globals.add(found)
+        return found
+
+    def persistent_load(self, pid: Any) -> Persistent:
+        found = Persistent(pid)
+        self.persistents.append(found)
+        return found
+
+    # -- opcodes that differ from Python's -----------------------------------------------------
+
+    def load_long4(self) -> None:
+        nbytes = int.from_bytes(self.read(4), "little")
+        if nbytes > self.limits.kept:
+            self.stream.skip(nbytes)
+            raise UnreadableCheckpointError(f"an integer of {nbytes} bytes: use torch.load")
+        self.append(int.from_bytes(self.read(nbytes), "little", signed=True))
+
+    def load_frame(self) -> None:
+        self.read(8)
+
+    def load_stop(self) -> None:
+        if self.metastack or len(self.stack) != 1:
+            raise ValueError(f"it ends with {len(self.stack)} values")
+        raise _Stop
+
+    def load_empty_dictionary(self) -> None:
+        self.append(Mapping())
+
+    def load_empty_set(self) -> None:
+        self.append(Call(Global("builtins", "set"), ()))
+
+    def load_frozenset(self) -> None:
+        items = self.pop_mark()  # before `append`, which changes with it
+        self.append(Call(Global("builtins", "frozenset"), (tuple(items),)))
+
+    def load_tuple(self) -> None:
+        self._append_tuple(self.pop_mark())
+
+    def load_tuple1(self) -> None:
+        self._append_tuple([self.stack.pop()])
+
+    def load_tuple2(self) -> None:
+        self._append_tuple([self.stack.pop(), self.stack.pop()][::-1])
+
+    def load_tuple3(self) -> None:
+        self._append_tuple([self.stack.pop(), self.stack.pop(), self.stack.pop()][::-1])
+
+    def _append_tuple(self, items: list[Any]) -> None:
         made = tuple(items)
-        depths = [self._nested.get(id(part), (part, 1))[1] for part in made if type(part) is tuple]
+        depths = [self._depths.get(id(part), (part, 1))[1] for part in made if type(part) is tuple]
         if depths:
             depth = 1 + max(depths)
-            if depth > self.limits.tuples:
+            if depth > _MOST_NESTED_TUPLES:
                 raise PickleLimitError(
-                    f"tuples are nested more than {self.limits.tuples} deep in a pickle"
+                    f"tuples are nested more than {_MOST_NESTED_TUPLES} deep in a pickle"
                 )
-            self.budget -= _CONTAINER_BYTES
-            self._nested[id(made)] = made, depth
-        self.stack.append(made)
+            self._depths[id(made)] = made, depth
+        self.append(made)
 
-    def text(self, length: int, kind: str) -> bytes | Elided:
-        """Return the next `length` bytes; too many are left out."""
-        if length > self.limits.kept:
-            self.stream.skip(length)
-            return Elided(kind, length)
-        self.budget -= length
-        return self.stream.read(length)
+    def load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        self.append(Call(self.stack.pop(), arguments))
 
+    def load_newobj_ex(self) -> None:
+        keywords = self.stack.pop()
+        arguments = self.stack.pop()
+        self.append(Call(self.stack.pop(), arguments, keywords))
 
-# -- what each opcode does: functions in a table by the opcode's byte ------------------------------
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if type(target) is Call:
+            target.state.append(state)
+        elif type(target) is not Persistent:
+            raise TypeError(f"a {type(target).__name__} takes no state")
 
-
-_Handler = Callable[[_Machine], None]
-_TABLE: list[_Handler | None] = [None] * 256
-
-
-def _opcode(codes: bytes) -> Callable[[_Handler], _Handler]:
-    def enter(handler: _Handler) -> _Handler:
-        for code in codes:
-            _TABLE[code] = handler
-        return handler
-
-    return enter
-
-
-def _constant(code: bytes, value: Any) -> None:
-    @_opcode(code)
-    def push(machine: _Machine) -> None:
-        machine.stack.append(value)
-
-
-def _number(code: bytes, form: str) -> None:
-    unpack, size = struct.Struct(form).unpack, struct.calcsize(form)
-
-    @_opcode(code)
-    def push(machine: _Machine) -> None:
-        machine.stack.append(unpack(machine.stream.read(size))[0])
-
-
-_constant(b"N", None)
-_constant(b"\x88", True)
-_constant(b"\x89", False)
-_constant(b")", ())
-_number(b"J", "<i")
-_number(b"K", "<B")
-_number(b"M", "<H")
-_number(b"G", ">d")
-
-
-def _little(machine: _Machine, size: int) -> int:
-    return int.from_bytes(machine.stream.read(size), "little")
-
-
-def _text_of(machine: _Machine, size: int) -> None:
-    data = machine.text(_little(machine, size), "str")
-    machine.stack.append(data.decode("utf-8", "surrogatepass") if isinstance(data, bytes) else data)
-
-
-def _bytes_of(machine: _Machine, size: int) -> None:
-    machine.stack.append(machine.text(_little(machine, size), "bytes"))
-
-
-def _integer_of(machine: _Machine, size: int) -> None:
-    data = machine.text(_little(machine, size), "int")
-    machine.stack.append(
-        int.from_bytes(data, "little", signed=True) if isinstance(data, bytes) else data
-    )
-
-
-for _code, _reader, _size in (
-    (b"\x8c", _text_of, 1),
-    (b"X", _text_of, 4),
-    (b"\x8d", _text_of, 8),
-    (b"U", _bytes_of, 1),
-    (b"T", _bytes_of, 4),
-    (b"C", _bytes_of, 1),
-    (b"B", _bytes_of, 4),
-    (b"\x8e", _bytes_of, 8),
-    (b"\x96", _bytes_of, 8),
-    (b"\x8a", _integer_of, 1),
-    (b"\x8b", _integer_of, 4),
-):
-    _TABLE[_code[0]] = lambda machine, reader=_reader, size=_size: reader(machine, size)  # type: ignore[misc]
-
-
-@_opcode(b"\x80")
-def _protocol(machine: _Machine) -> None:
-    version = machine.stream.read(1)[0]
-    if version > 5:
-        raise CorruptCheckpointError(
-            f"pickle protocol {version} is unknown", offset=machine.stream.tell() - 1
+    def load_other(self) -> None:
+        raise UnreadableCheckpointError(
+            "the pickle has opcodes that fastserial does not read (protocol 0, copyreg extensions, "
+            "buffers outside of it): use torch.load"
         )
 
-
-@_opcode(b"\x95")
-def _frame(machine: _Machine) -> None:
-    machine.stream.read(8)
-
-
-@_opcode(b".")
-def _stop(machine: _Machine) -> None:
-    if machine.marks or len(machine.stack) != 1:
-        raise CorruptCheckpointError(
-            f"the pickle ends with {len(machine.stack)} values", offset=machine.stream.tell() - 1
-        )
-    raise _Stop
-
-
-@_opcode(b"I")
-def _int_line(machine: _Machine) -> None:
-    text = machine.stream.line()
-    machine.stack.append(text == b"01" if text in (b"00", b"01") else int(text))
-
-
-@_opcode(b"L")
-def _long_line(machine: _Machine) -> None:
-    text = machine.stream.line()
-    machine.stack.append(int(text[:-1] if text.endswith(b"L") else text))
-
-
-@_opcode(b"(")
-def _mark(machine: _Machine) -> None:
-    machine.budget -= _CONTAINER_BYTES
-    machine.marks.append(machine.stack)
-    machine.stack = []
-
-
-@_opcode(b"0")
-def _pop(machine: _Machine) -> None:
-    if machine.stack:
-        del machine.stack[-1]
-    else:
-        machine.pop_mark()
-
-
-@_opcode(b"1")
-def _pop_to_mark(machine: _Machine) -> None:
-    machine.pop_mark()
-
-
-# containers
-
-
-def _container(code: bytes, make: Callable[[], Any]) -> None:
-    @_opcode(code)
-    def push(machine: _Machine) -> None:
-        machine.budget -= _CONTAINER_BYTES
-        machine.stack.append(make())
-
-
-_container(b"]", list)
-_container(b"}", Mapping)
-_container(b"\x8f", lambda: Call(Global("builtins", "set"), ()))
-
-
-@_opcode(b"\x91")
-def _frozen_set(machine: _Machine) -> None:
-    items = machine.pop_mark()
-    machine.budget -= _CONTAINER_BYTES
-    machine.stack.append(Call(Global("builtins", "frozenset"), (tuple(items),)))
-
-
-@_opcode(b"t")
-def _tuple(machine: _Machine) -> None:
-    machine.push_tuple(machine.pop_mark())
-
-
-def _tuple_of(code: bytes, count: int) -> None:
-    @_opcode(code)
-    def build(machine: _Machine) -> None:
-        stack = machine.stack
-        if len(stack) < count:
-            raise CorruptCheckpointError("too few values", offset=machine.stream.tell())
-        items = stack[-count:]
-        del stack[-count:]
-        machine.push_tuple(items)
-
-
-_tuple_of(b"\x85", 1)
-_tuple_of(b"\x86", 2)
-_tuple_of(b"\x87", 3)
-
-
-def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
-    if len(items) % 2:
-        raise ValueError("a key has no value")
-    return list(zip(items[::2], items[1::2], strict=True))
-
-
-def _extend(target: Any, items: list[Any]) -> None:
-    if type(target) is list:
-        target.extend(items)
-    elif type(target) is Call:
-        target.appended.extend(items)
-    else:
-        raise TypeError(f"nothing can be appended to a {type(target).__name__}")
-
-
-def _set_items(target: Any, pairs: list[tuple[Any, Any]]) -> None:
-    if type(target) is Mapping or type(target) is Call:
-        target.items.extend(pairs)
-    else:
-        raise TypeError(f"a {type(target).__name__} has no items")
-
-
-@_opcode(b"a")
-def _append(machine: _Machine) -> None:
-    item = machine.stack.pop()
-    _extend(machine.stack[-1], [item])
-
-
-@_opcode(b"e\x90")
-def _append_all(machine: _Machine) -> None:
-    items = machine.pop_mark()
-    _extend(machine.stack[-1], items)
-
-
-@_opcode(b"s")
-def _set_item(machine: _Machine) -> None:
-    value = machine.stack.pop()
-    key = machine.stack.pop()
-    machine.budget -= _PUSH_BYTES
-    _set_items(machine.stack[-1], [(key, value)])
-
-
-@_opcode(b"u")
-def _set_all_items(machine: _Machine) -> None:
-    items = machine.pop_mark()
-    _set_items(machine.stack[-1], _pairs(items))
-
-
-# memo
-
-
-def _memo(put: bytes, get: bytes, size: int) -> None:
-    """Define the opcodes that address the memo with `size` bytes."""
-
-    @_opcode(put)
-    def store(machine: _Machine) -> None:
-        machine.memo[_little(machine, size)] = machine.stack[-1]
-
-    @_opcode(get)
-    def recall(machine: _Machine) -> None:
-        machine.stack.append(machine.memo[_little(machine, size)])
-
-
-_memo(b"q", b"h", 1)
-_memo(b"r", b"j", 4)
-
-
-@_opcode(b"\x94")
-def _memoize(machine: _Machine) -> None:
-    machine.memo[len(machine.memo)] = machine.stack[-1]
-
-
-# what would run code
-
-
-def _new_global(machine: _Machine, module: str, name: str) -> Global:
-    found = Global(module, name)
-    machine.globals.add(found)
-    return found
-
-
-def _call(machine: _Machine, function: Any, arguments: Any, keywords: Any = None) -> None:
-    machine.budget -= _CONTAINER_BYTES
-    machine.stack.append(Call(function, arguments, keywords))
-
-
-@_opcode(b"c")
-def _global_lines(machine: _Machine) -> None:
-    module = machine.stream.line().decode("utf-8")
-    name = machine.stream.line().decode("utf-8")
-    machine.budget -= len(module) + len(name)
-    machine.stack.append(_new_global(machine, module, name))
-
-
-@_opcode(b"\x93")
-def _stack_global(machine: _Machine) -> None:
-    name, module = machine.stack.pop(), machine.stack.pop()
-    if type(name) is not str or type(module) is not str:
-        raise TypeError("a name to import is no string")
-    machine.stack.append(_new_global(machine, module, name))
-
-
-@_opcode(b"R\x81")
-def _call_without_keywords(machine: _Machine) -> None:
-    arguments = machine.stack.pop()
-    _call(machine, machine.stack.pop(), arguments)
-
-
-@_opcode(b"\x92")
-def _new_object_with_keywords(machine: _Machine) -> None:
-    keywords = machine.stack.pop()
-    arguments = machine.stack.pop()
-    _call(machine, machine.stack.pop(), arguments, keywords)
-
-
-@_opcode(b"b")
-def _build(machine: _Machine) -> None:
-    state = machine.stack.pop()
-    target = machine.stack[-1]
-    if type(target) is Call:
-        machine.budget -= _PUSH_BYTES
-        target.state.append(state)
-    elif type(target) is not Persistent:
-        raise TypeError(f"a {type(target).__name__} takes no state")
-
-
-def _ask(machine: _Machine, pid: Any) -> None:
-    found = Persistent(pid)
-    machine.persistents.append(found)
-    machine.stack.append(found)
-
-
-@_opcode(b"Q")
-def _persistent(machine: _Machine) -> None:
-    _ask(machine, machine.stack.pop())
-
-
-@_opcode(b"FSV2ldpgioP\x82\x83\x84\x97\x98")
-def _refuse(machine: _Machine) -> None:
-    raise UnreadableCheckpointError(
-        "the pickle has opcodes that fastserial does not read (protocol 0, copyreg extensions, "
-        "buffers outside of it): use torch.load"
-    )
+    def load_nothing(self) -> None:
+        offset = self.stream.tell() - 1
+        raise CorruptCheckpointError("a byte is no pickle opcode", offset=offset)
+
+
+_Handler = Callable[[_SymbolicUnpickler], None]
+# Opcodes that Python's own code handles: they push data, use marks and the memo, ask for a name or
+# a persistent id, or fill the container below them.
+_PYTHONS = b"\x80N\x88\x89)JKMGIL\x8a\x8cX\x8dUTCB\x8e(01]aesuqhrj\x94c\x93Q"
+_OURS: dict[bytes, _Handler] = {
+    pickle.LONG4: _SymbolicUnpickler.load_long4,
+    pickle.FRAME: _SymbolicUnpickler.load_frame,
+    pickle.STOP: _SymbolicUnpickler.load_stop,
+    pickle.EMPTY_DICT: _SymbolicUnpickler.load_empty_dictionary,
+    pickle.EMPTY_SET: _SymbolicUnpickler.load_empty_set,
+    pickle.FROZENSET: _SymbolicUnpickler.load_frozenset,
+    pickle.TUPLE: _SymbolicUnpickler.load_tuple,
+    pickle.TUPLE1: _SymbolicUnpickler.load_tuple1,
+    pickle.TUPLE2: _SymbolicUnpickler.load_tuple2,
+    pickle.TUPLE3: _SymbolicUnpickler.load_tuple3,
+    pickle.REDUCE: _SymbolicUnpickler.load_reduce,
+    pickle.NEWOBJ: _SymbolicUnpickler.load_reduce,
+    pickle.NEWOBJ_EX: _SymbolicUnpickler.load_newobj_ex,
+    pickle.BUILD: _SymbolicUnpickler.load_build,
+}
+_CONTAINERS = b"(]}\x8f\x91t\x85\x86\x87R\x81\x92"
+_COSTS = [_PUSH_BYTES + _CONTAINER_BYTES * (code in _CONTAINERS) for code in range(256)]
+
+
+def _table() -> list[_Handler]:
+    """Return what handles each opcode, by its byte."""
+    table: list[_Handler] = [_SymbolicUnpickler.load_nothing] * 256
+    pythons: dict[int, Any] = pickle._Unpickler.dispatch
+    for code in pythons:
+        table[code] = _SymbolicUnpickler.load_other
+    for code in _PYTHONS:
+        table[code] = pythons[code]
+    table[pickle.BYTEARRAY8[0]] = pythons[pickle.BINBYTES8[0]]
+    table[pickle.ADDITEMS[0]] = pythons[pickle.APPENDS[0]]
+    for opcode, handler in _OURS.items():
+        table[opcode[0]] = handler
+    return table
+
+
+_TABLE = _table()
 
 
 # -- reading -------------------------------------------------------------------------------------
@@ -543,12 +350,12 @@ def decode(stream: ByteStream, limits: Limits | None = None) -> Decoded:
         PickleLimitError: reading it takes more than the limits allow.
         OSError: the stream cannot be read.
     """
-    machine = _Machine(stream, limits or Limits())
+    machine = _SymbolicUnpickler(stream, limits or Limits())
     try:
-        value = machine.run(_TABLE)
+        value = machine.load()
     except (CheckpointFileError, PickleLimitError, OSError):
         raise
-    except (IndexError, ValueError, KeyError, TypeError, OverflowError, Warning) as error:
+    except _DAMAGE as error:
         raise CorruptCheckpointError(
             f"damaged pickle ({type(error).__name__}: {error})", offset=stream.tell()
         ) from error

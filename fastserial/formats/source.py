@@ -200,8 +200,8 @@ class ByteStream:
             raise CorruptCheckpointError("the pickle ends too early", offset=self._end)
         self.at += length
 
-    def line(self) -> bytes:
-        """Return the bytes up to the next newline, which is skipped.
+    def readline(self) -> bytes:
+        """Return the bytes up to the next newline, which is included.
 
         Raises:
             CorruptCheckpointError: there is no newline within 64 KiB.
@@ -212,6 +212,6 @@ class ByteStream:
             found = self.chunk.find(b"\n", 0, _LONGEST_LINE)
             if found < 0:
                 raise CorruptCheckpointError("a line of the pickle has no end", offset=self.tell())
-        data = self.chunk[self.at : found]
+        data = self.chunk[self.at : found + 1]
         self.at = found + 1
         return data

@@ -1,12 +1,11 @@
-"""The storages of a zip checkpoint, read to the devices where torch puts them.
+"""Which storages of a zip checkpoint are read to devices, where torch would move them.
 
-None of them is ever whole in host memory. torch finds each on its device, and has nothing to move.
+torch then finds each on its device, and has nothing to move.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,16 +15,12 @@ from fastserial.formats.pickles import decode
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.storages import storage_table
 from fastserial.formats.zip.records import PICKLE, record_stream, storage_records
-from fastserial.loading.arriving import Arriving, DeviceRecord, HostRecord, RecordChecks
-from fastserial.loading.sinks import ReadExtent
 from fastserial.memory.devices import has_streams
-from fastserial.memory.huge_pages import HugePages
 
 if TYPE_CHECKING:
-    from fastserial.formats.zip.directory import Directory, RecordEntry
-    from fastserial.loading.reader import FastFileReader
+    from fastserial.formats.zip.directory import Directory
 
-__all__ = ["DeviceRecords", "places_of"]
+__all__ = ["places_of"]
 
 _HOST = "cpu"  # the location that torch leaves as it is
 
@@ -111,69 +106,3 @@ def _only_torchs_own() -> bool:
         getattr(restore, "func", restore).__module__ == serialization.__name__
         for _, _, restore in serialization._package_registry
     )
-
-
-class DeviceRecords:
-    """Records read to storages on a device. To torch's unpickler it is what `Prefetch` is."""
-
-    def __init__(
-        self,
-        file: FastFileReader,
-        records: Sequence[RecordEntry],
-        devices: Mapping[str, torch.device],
-        verify: bool,
-    ) -> None:
-        """Read stored, not empty records.
-
-        Args:
-            file: where from.
-            records: what; their `data_offset` may be wrong (see `take`).
-            devices: by name of the record; the others stay on the host.
-            verify: check each record's CRC-32.
-
-        Raises:
-            RuntimeError: a device has not enough memory.
-            CorruptCheckpointError: the file is damaged, or changed while it was read.
-            OSError: it cannot be read.
-        """
-        self.wait_seconds = 0.0
-        self._checks = RecordChecks(file.name, records, verify)
-        self._found: dict[str, Arriving] = {}
-        make: Any = torch.UntypedStorage
-        host: list[tuple[int, int]] = []
-        for record in records:
-            device = devices.get(record.name)
-            one: Arriving
-            if device is not None:
-                one = DeviceRecord(record, make(record.size, device=device))
-            else:
-                one = HostRecord(record)
-                host.append(one.memory)
-            self._found[record.name] = one
-        HugePages().advise_all(host)
-        file.attend([one.storage for one in self._found.values()])
-        extents: list[ReadExtent] = []
-        for one in self._found.values():
-            extents += one.reads(self._checks, file.ring)
-        file.read_into(extents)
-
-    def take(self, name: str, nbytes: int) -> torch.UntypedStorage | None:
-        """Return a record of `nbytes` bytes, once: the caller owns it then.
-
-        None: torch must read this record itself (it was not planned, was taken before, has another
-        size, or its local header is not where it should be).
-
-        Raises:
-            CorruptCheckpointError: the record is damaged (`verify`).
-        """
-        one = self._found.pop(name, None)
-        return None if one is None else self._checks.accept(one, nbytes)
-
-    @property
-    def error(self) -> None:
-        """Return None: all errors occur in the constructor."""
-        return None
-
-    def close(self) -> None:
-        """Release what was not taken. Idempotent."""
-        self._found.clear()

@@ -16,41 +16,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import NamedTuple, cast
+from typing import cast
 
 from fastserial.config.performance import IN_PLACE, MOST_PIECES, NEAR_EXTENTS, UNSTAGED
-from fastserial.loading.pump import (
-    STAGED,
-    Block,
-    InMemory,
-    InPieces,
-    Into,
-    OnDevice,
-    Pump,
-)
-from fastserial.loading.sinks import DeviceSink, ReadExtent, Sink
+from fastserial.loading.pump import Block, Pump, Target
+from fastserial.loading.sinks import DeviceSink, ReadExtent
 from fastserial.memory.buffers import Buffer, own_buffer
 
 __all__ = ["plan_blocks"]
 
 _UNWANTED = memoryview(bytearray(NEAR_EXTENTS))  # any thread writes here, nobody reads
-
-
-class _ReadPart(NamedTuple):
-    """`length` bytes at `offset` of the file: those of `sink` from `start` on."""
-
-    offset: int
-    length: int
-    sink: Sink
-    start: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.length
-
-    def part(self, first: int, stop: int) -> _ReadPart:
-        """Return the part in range [first, stop) of the file."""
-        return _ReadPart(first, stop - first, self.sink, self.start + first - self.offset)
 
 
 def plan_blocks(reads: Iterable[ReadExtent], pump: Pump) -> Iterator[Block]:
@@ -60,9 +35,7 @@ def plan_blocks(reads: Iterable[ReadExtent], pump: Pump) -> Iterator[Block]:
         reads: what is wanted, in any order, all inside the file.
         pump: what is to read them.
     """
-    parts = [_ReadPart(read.offset, read.length, read.sink, 0) for read in reads]
-    parts.sort(key=attrgetter("offset"))
-    for run in _coalesced(parts, pump.range_size):
+    for run in _coalesced(sorted(reads, key=attrgetter("offset")), pump.range_size):
         first, stop = run[0].offset, _end(run)
         if (block := _on_device_path(run, pump)) is not None:
             yield block
@@ -72,14 +45,14 @@ def plan_blocks(reads: Iterable[ReadExtent], pump: Pump) -> Iterator[Block]:
             yield from _cached(run, pump)
 
 
-def _coalesced(parts: Iterable[_ReadPart], size: int) -> Iterator[list[_ReadPart]]:
+def _coalesced(parts: Iterable[ReadExtent], size: int) -> Iterator[list[ReadExtent]]:
     """Yield parts in runs that are read together, in the order of the file.
 
     Args:
         parts: in that order.
         size: bytes of the ranges of which no run spans two.
     """
-    run: list[_ReadPart] = []
+    run: list[ReadExtent] = []
     number = end = 0
     for part in parts:
         at, last = part.offset, part.offset + part.length
@@ -97,29 +70,29 @@ def _coalesced(parts: Iterable[_ReadPart], size: int) -> Iterator[list[_ReadPart
         yield run
 
 
-def _end(run: Sequence[_ReadPart]) -> int:
+def _end(run: Sequence[ReadExtent]) -> int:
     return max(part.end for part in run)
 
 
 # -- the device path -------------------------------------------------------------------------------
 
 
-def _on_device_path(run: Sequence[_ReadPart], pump: Pump) -> Block | None:
+def _on_device_path(run: Sequence[ReadExtent], pump: Pump) -> Block | None:
     """Return the block that is read to a device without the host, None if it is not."""
     part, sink = run[0], run[0].sink
     if len(run) > 1 or not isinstance(sink, DeviceSink):
         return None
     if not pump.policy.takes_device_path(sink.device, part.offset, part.length):
         return None
-    return _block(run, part.offset, part.end, OnDevice(sink.part(part.start, part.length)))
+    return _block(run, part.offset, part.end, sink.part(part.start, part.length))
 
 
 # -- directly --------------------------------------------------------------------------------------
 
 
-def _direct(run: Sequence[_ReadPart], pump: Pump) -> Iterator[Block]:
+def _direct(run: Sequence[ReadExtent], pump: Pump) -> Iterator[Block]:
     alignment = pump.policy.alignment
-    rest: list[_ReadPart] = []
+    rest: list[ReadExtent] = []
     for part in run:
         found = _aligned(part, alignment, pump.size) if pump.takes_any_memory else None
         if found is None:
@@ -127,7 +100,7 @@ def _direct(run: Sequence[_ReadPart], pump: Pump) -> Iterator[Block]:
             continue
         at, memory = found
         inner = part.part(max(part.offset, at.offset), min(part.end, at.end))
-        yield _block([inner], at.offset, at.end, InMemory(memory), direct=True)
+        yield _block([inner], at.offset, at.end, memory, direct=True)
         edges = part.part(part.offset, inner.offset), part.part(inner.end, part.end)
         rest += [edge for edge in edges if edge.length]
     rest.sort(key=attrgetter("offset"))  # overlapping reads may put an edge out of order
@@ -137,7 +110,7 @@ def _direct(run: Sequence[_ReadPart], pump: Pump) -> Iterator[Block]:
         yield _block(near, start, min(pump.size, end + -end % alignment), direct=True)
 
 
-def _aligned(part: _ReadPart, alignment: int, size: int) -> tuple[_ReadPart, Buffer] | None:
+def _aligned(part: ReadExtent, alignment: int, size: int) -> tuple[ReadExtent, Buffer] | None:
     """Return what direct I/O can read to a part's memory, None: little, or nothing.
 
     That is all of the part, with more around it if there is memory for that, or what lies inside.
@@ -158,17 +131,17 @@ def _aligned(part: _ReadPart, alignment: int, size: int) -> tuple[_ReadPart, Buf
 # -- through the page cache ------------------------------------------------------------------------
 
 
-def _cached(run: Sequence[_ReadPart], pump: Pump) -> Iterator[Block]:
+def _cached(run: Sequence[ReadExtent], pump: Pump) -> Iterator[Block]:
     targets = ((part, _memory_for(part, pump)) for part in run)
     for staged, group in groupby(targets, key=lambda one: one[1] is None):
         if not staged:
-            yield from _scattered(cast("Iterator[tuple[_ReadPart, Buffer]]", group))
+            yield from _scattered(cast("Iterator[tuple[ReadExtent, Buffer]]", group))
             continue
         for near in _coalesced((part for part, _ in group), pump.block_size):
             yield _block(near, near[0].offset, _end(near))
 
 
-def _memory_for(part: _ReadPart, pump: Pump) -> Buffer | None:
+def _memory_for(part: ReadExtent, pump: Pump) -> Buffer | None:
     """Return the memory to read a part to; None: it shares a staging buffer with others."""
     large = part.length >= UNSTAGED
     if not pump.takes_any_memory or (pump.ring is not None and not large):
@@ -177,16 +150,16 @@ def _memory_for(part: _ReadPart, pump: Pump) -> Buffer | None:
     return own_buffer(part.length) if memory is None and not large else memory
 
 
-def _scattered(targets: Iterable[tuple[_ReadPart, Buffer]]) -> Iterator[Block]:
+def _scattered(targets: Iterable[tuple[ReadExtent, Buffer]]) -> Iterator[Block]:
     """Yield blocks of which each reads neighbours with one call, to the memory of each."""
-    parts: list[_ReadPart] = []
+    parts: list[ReadExtent] = []
     buffers: list[Buffer] = []
     views: list[memoryview] = []
     end = 0
 
     def block() -> Block:
         deliver = partial(_deliver_scattered, parts, buffers)
-        return Block(parts[0].offset, end - parts[0].offset, deliver, InPieces(views))
+        return Block(parts[0].offset, end - parts[0].offset, deliver, views)
 
     for part, buffer in targets:
         hole = part.offset - end
@@ -206,12 +179,12 @@ def _scattered(targets: Iterable[tuple[_ReadPart, Buffer]]) -> Iterator[Block]:
 
 
 def _block(
-    parts: Sequence[_ReadPart], start: int, stop: int, into: Into = STAGED, direct: bool = False
+    parts: Sequence[ReadExtent], start: int, stop: int, target: Target = None, direct: bool = False
 ) -> Block:
-    return Block(start, stop - start, partial(_deliver, parts, start), into, direct)
+    return Block(start, stop - start, partial(_deliver, parts, start), target, direct)
 
 
-def _deliver(parts: Sequence[_ReadPart], begin: int, view: memoryview, address: int) -> None:
+def _deliver(parts: Sequence[ReadExtent], begin: int, view: memoryview, address: int) -> None:
     """Deliver a block, which begins at byte `begin` of the file, to the sinks of its parts."""
     for offset, length, sink, start in parts:
         at = offset - begin
@@ -219,7 +192,7 @@ def _deliver(parts: Sequence[_ReadPart], begin: int, view: memoryview, address: 
 
 
 def _deliver_scattered(
-    parts: Sequence[_ReadPart], buffers: Sequence[Buffer], _: memoryview, __: int
+    parts: Sequence[ReadExtent], buffers: Sequence[Buffer], _: memoryview, __: int
 ) -> None:
     """Deliver a scattered block: the sinks get what arrived in their memory."""
     for part, buffer in zip(parts, buffers, strict=True):

@@ -188,11 +188,12 @@ def lane_of(offset: int, lanes: int) -> int:
     return offset // LANE_SPAN % lanes
 
 
-def in_turns(blocks: Iterable[Block | None], lanes: int) -> Iterator[Block]:
+def in_turns(blocks: Iterable[Block | None], lanes: int) -> Iterator[Block | None]:
     """Yield blocks, which are given in the order of the file, so that the lanes alternate.
 
     Args:
-        blocks: what is to be read; None: no further block is known yet, so yield those held back.
+        blocks: what is to be read; None: no further block is known yet. It is passed on, behind
+            those held back.
         lanes: how many there are.
     """
     held: list[deque[Block]] = [deque() for _ in range(lanes)]
@@ -207,6 +208,7 @@ def in_turns(blocks: Iterable[Block | None], lanes: int) -> Iterator[Block]:
     for block in blocks:
         if block is None:
             yield from turns()
+            yield None
             continue
         number = block.offset // (LANE_SPAN * lanes)
         if number != group:

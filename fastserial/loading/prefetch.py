@@ -1,146 +1,209 @@
 """The storages of a zip checkpoint, read ahead of torch's unpickler.
 
-One read of the central directory says where every record is. A thread reads the records in
-the order of their keys, which is the order in which pickles ask for them and, in files of torch
-2.7 and later, that of the file. Neighbouring records are allocated, read and delivered together.
+One read of the central directory says where every record is. The records are read in the order of
+their keys, which is the order in which pickles ask for them and, in files of torch 2.7 and later,
+that of the file. Neighbouring records are allocated, read and delivered together.
 
-All memory is allocated by the thread that unpickles: malloc keeps what was freed for the thread
-that allocated it, and memory that was used before needs no page faults.
+Everything but the reads themselves happens in the thread that unpickles, whenever it asks for a
+record: it allocates memory, submits blocks and reaps them. So there is no state that two threads
+share. malloc, which keeps freed memory for the thread that allocated it, finds memory that was used
+before and needs no page faults.
 """
 
 from __future__ import annotations
 
-import contextvars
-import enum
+import ctypes
 import logging
-import threading
-import weakref
-from collections.abc import Iterator, Sequence
-from functools import partial
-from queue import SimpleQueue
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from fastserial import trace
-from fastserial.config.performance import LOOK_AHEAD, NEAR_EXTENTS, READ_TOGETHER
+from fastserial.checksums import CrcLedger, check_crc
+from fastserial.config.performance import IN_PLACE, LOOK_AHEAD, NEAR_EXTENTS, READ_TOGETHER
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.directory import RecordEntry
-from fastserial.interrupts import Background, finish
-from fastserial.loading.arriving import HostRecord, RecordChecks
+from fastserial.formats.zip.structs import LOCAL, LOCAL_LENGTHS, LOCAL_SIGNATURE
 from fastserial.loading.planner import plan_blocks
-from fastserial.loading.pump import Block, Delivery
+from fastserial.loading.pump import Block
 from fastserial.loading.reader import FastFileReader
-from fastserial.loading.sinks import ReadExtent
+from fastserial.loading.sinks import (
+    BytesSink,
+    CheckedSink,
+    HostSink,
+    ReadExtent,
+    Sink,
+    storage_sink,
+)
 from fastserial.memory.huge_pages import HugePages
+from fastserial.memory.storages import new_storage
+
+if TYPE_CHECKING:
+    from fastserial.memory.buffers import Ring
 
 __all__ = ["Prefetch"]
 
 _log = logging.getLogger("fastserial")
 _DIGITS = 20  # of a key that is looked at
+_ALIGNMENT = 64  # of torch's own memory (bytes)
+
+# Returns a sink that also checksums the bytes of a record if they are to be verified. The integer
+# says where in the record's data they begin; negative: with what lies before it.
+_Checked = Callable[[RecordEntry, Sink, int], Sink]
 
 
-class _State(enum.Enum):
-    """State of the storages of one group; the comment names the thread that makes the next step."""
+class _HostRecord:
+    """A record in host memory, laid out as in the file: its header, then its data.
 
-    PLANNED = enum.auto()  # without memory: the caller's thread allocates it
-    ALLOCATED = enum.auto()  # the reading thread starts to read it
-    READING = enum.auto()  # the engine's threads deliver its blocks
-    COMPLETE = enum.auto()
+    Attributes:
+        storage: its data.
+        memory: address and length of all that it takes.
+    """
+
+    __slots__ = ("_head", "_spare", "entry", "memory", "storage")
+
+    def __init__(self, entry: RecordEntry, alignment: int) -> None:
+        """Allocate its memory.
+
+        Args:
+            entry: stored, not empty.
+            alignment: of direct reads (bytes): a large record has the same offset in memory as in
+                the file, modulo this, with space around it, so that whole blocks can be read there.
+                0: there are no direct reads.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
+        self.entry = entry
+        self._head = entry.data_offset - entry.header_offset
+        large = entry.size >= IN_PLACE and not entry.data_offset % _ALIGNMENT
+        self._spare = alignment if large else 0
+        start = self._spare + self._head + -self._head % _ALIGNMENT
+        nbytes = start + entry.size + 2 * self._spare
+        memory = new_storage(nbytes)
+        self.memory = memory.data_ptr(), nbytes
+        if self._spare:
+            start += (entry.data_offset - self.memory[0] - start) % alignment
+        # a part: like what torch reads from a zip, it cannot be resized
+        self.storage = cast("torch.UntypedStorage", memory[start : start + entry.size])
+
+    def reads(self, checked: _Checked, ring: Ring | None) -> list[ReadExtent]:
+        """Return what to read; `ring`: the staging buffers of bytes for devices."""
+        entry, head = self.entry, self._head
+        length = head + entry.size
+        sink = HostSink(self.storage.data_ptr() - head, length, self.storage, self._spare)
+        return [ReadExtent(entry.header_offset, length, checked(entry, sink, -head))]
+
+    def header(self) -> bytes:
+        """Return what lies between the record's beginning and its data, once all has arrived."""
+        return (ctypes.c_char * self._head).from_address(self.storage.data_ptr() - self._head).raw
+
+
+class _DeviceRecord:
+    """A record whose data is read to a device."""
+
+    __slots__ = ("_header", "entry", "storage")
+
+    def __init__(self, entry: RecordEntry, device: torch.device) -> None:
+        """Allocate its memory.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
+        self.entry = entry
+        make: Any = torch.UntypedStorage
+        self.storage: torch.UntypedStorage = make(entry.size, device=device)
+        self._header = BytesSink(entry.data_offset - entry.header_offset)
+
+    def reads(self, checked: _Checked, ring: Ring | None) -> list[ReadExtent]:
+        """Return what to read, as `_HostRecord.reads`."""
+        entry, header = self.entry, self._header
+        return [
+            ReadExtent(entry.header_offset, len(header.data), header),
+            ReadExtent(
+                entry.data_offset, entry.size, checked(entry, storage_sink(self.storage, ring), 0)
+            ),
+        ]
+
+    def header(self) -> bytes:
+        """Return the bytes before the data, as `_HostRecord.header`."""
+        return bytes(self._header.data)
 
 
 class _RecordGroup:
     """Neighbouring records.
 
     Attributes:
-        records: in the order of the file.
+        entries: in the order of the file.
         order: of reading.
         nbytes: of their data.
-        state: of their storages.
-        left: blocks that have not arrived.
+        records: those that were allocated and not taken, by name.
+        left: blocks that have not arrived; None: they are not planned, and there is no memory.
     """
 
-    __slots__ = ("_arriving", "left", "nbytes", "order", "records", "state")
+    __slots__ = ("entries", "left", "nbytes", "order", "records")
 
-    def __init__(self, records: Sequence[RecordEntry], order: int) -> None:
-        self.records = records
+    def __init__(self, entries: Sequence[RecordEntry], order: int) -> None:
+        self.entries = entries
         self.order = order
-        self.nbytes = sum(record.size for record in records)
-        self.state = _State.PLANNED
-        self.left = 0
-        self._arriving: dict[str, HostRecord] = {}
+        self.nbytes = sum(entry.size for entry in entries)
+        self.records: dict[str, _HostRecord | _DeviceRecord] = {}
+        self.left: int | None = None
 
-    def allocate(self, alignment: int) -> None:
-        """Allocate the storages; `alignment`: of direct reads (bytes), 0 without.
-
-        Raises:
-            RuntimeError: there is no memory.
-        """
-        self._arriving = {record.name: HostRecord(record, alignment) for record in self.records}
-        self.state = _State.ALLOCATED
-
-    def memory(self) -> list[tuple[int, int]]:
-        """Return address and length of what each record takes."""
-        return [one.memory for one in self._arriving.values()]
-
-    def reads(self, checks: RecordChecks) -> list[ReadExtent]:
-        """Return what to read."""
-        return [read for one in self._arriving.values() for read in one.reads(checks)]
-
-    def take(self, record: RecordEntry) -> HostRecord:
-        """Return a record that has arrived, once."""
-        return self._arriving.pop(record.name)
+    def count(self, block: Block) -> None:
+        """Note that one of its blocks has arrived."""
+        self.left = (self.left or 0) - 1
 
 
 class Prefetch:
-    """Reads records on a separate thread, from `start` to `close`."""
+    """Reads records from its creation to `close`, up to a limit ahead of what is taken.
 
-    def __init__(self, file: FastFileReader, records: Sequence[RecordEntry], verify: bool) -> None:
-        """Plan to read stored, not empty records.
+    Attributes:
+        error: what ended the reading early: torch must read the rest.
+        wait_seconds: how long the caller waited for records.
+    """
+
+    def __init__(
+        self,
+        file: FastFileReader,
+        entries: Sequence[RecordEntry],
+        verify: bool,
+        devices: Mapping[str, torch.device] | None = None,
+    ) -> None:
+        """Start to read stored, not empty records.
 
         Args:
-            file: nothing else reads from it until then; closed when all is read.
-            records: what to read; their `data_offset` may be wrong (see `take`).
+            file: nothing else reads from it; closed by `close`.
+            entries: what to read; their `data_offset` may be wrong (see `take`).
             verify: check each record's CRC-32.
+            devices: where records are to go, by name; the others stay on the host. With devices all
+                records are read together, and none of those is ever whole in host memory.
+
+        Raises:
+            RuntimeError: a device failed.
         """
+        self.error: BaseException | None = None
         self.wait_seconds = 0.0
         self._file = file
         self._pump = file.blocks
+        self._devices = devices or {}
         policy = self._pump.policy
-        self._alignment = 0 if policy.never_direct else policy.alignment
+        self._alignment = 0 if policy.never_direct or self._devices else policy.alignment
         self._pages = HugePages()
-        self._groups = _groups_of(records)
-        self._by_name = {
-            record.name: (group, record) for group in self._groups for record in group.records
-        }
-        self._checks = RecordChecks(file.name, records, verify)
-        self._next = 0  # group that the thread reads next
-        self._provided = 0  # groups that have memory, but for those that were waited for
+        self._unread = [_RecordGroup(entries, 0)] if self._devices else _groups_of(entries)
+        self._group_of = {entry.name: group for group in self._unread for entry in group.entries}
         self._wanted: _RecordGroup | None = None  # that the caller waits for
         self._held = 0  # bytes of records that have memory and were not taken
-        self._lock = threading.Lock()  # of the engine's threads, where nothing interrupts
-        # Each thread waits for anything in its queue, and then checks what has changed.
-        self._arrivals: SimpleQueue[object] = SimpleQueue()  # for the caller's
-        self._nudges: SimpleQueue[object] = SimpleQueue()  # for the one that reads
-        self._error: BaseException | None = None
-        self._finished = self._closed = False
-        self._owner: weakref.ref[object] = weakref.ref(self)
-        self._thread = Background()
-        nbytes = sum(group.nbytes for group in self._groups)
+        checked = entries if verify else ()
+        self._index = {entry.name: index for index, entry in enumerate(checked)}
+        self._ledger = CrcLedger([entry.size for entry in checked], [None] * len(checked))
+        nbytes = sum(group.nbytes for group in self._unread)
         self._pump.expect(0, file.size, nbytes)
         file.bar.expect(nbytes)
-
-    def start(self, owner: object = None) -> bool:
-        """Start reading; False if no thread can be started.
-
-        Args:
-            owner: once no reference to it is left, reading ends as if closed.
-        """
-        self._owner = weakref.ref(self if owner is None else owner, self._nudges.put)
-        if not self._thread.start(contextvars.copy_context().run, self._run):
-            return False  # nor is memory taken: torch aborts if it goes while the program ends
-        self._provide()
-        return True
+        self._blocks = self._pump.ordered(self._planned())
+        self._advance(0)
 
     def take(self, name: str, nbytes: int) -> torch.UntypedStorage | None:
         """Return a record of `nbytes` bytes, once: the caller owns it then.
@@ -151,168 +214,182 @@ class Prefetch:
         Raises:
             CorruptCheckpointError: the record is damaged (`verify`), or the file became shorter.
         """
-        found = self._by_name.pop(name, None)
-        if found is None:
+        group = self._group_of.pop(name, None)
+        if group is None or not self._wait(group):
             return None
-        group, record = found
-        if group.state is not _State.COMPLETE and not self._wait(group):
-            return None
-        self._release(record.size)
-        return self._checks.accept(group.take(record), nbytes)
-
-    @property
-    def error(self) -> BaseException | None:
-        """What ended the reading early: torch must read the rest."""
-        return self._error
+        record = group.records.pop(name)
+        self._held -= record.entry.size
+        self._advance(0)
+        return self._accepted(record, nbytes)
 
     def close(self) -> None:
         """Stop, waiting only for reads in progress. Idempotent."""
-        self._closed = True
-        self._nudges.put(None)
-        finish(self._thread.join)
-        self._checks.give_up()
-        self._by_name.clear()
-        self._groups.clear()
+        self._file.close()
+        self._group_of.clear()
+        self._unread.clear()
 
-    # -- the caller's thread -------------------------------------------------------------------
-
-    def _provide(self) -> None:
-        """Allocate memory for the next groups, up to the limit of the look-ahead."""
-        while self._provided < len(self._groups):
-            group = self._groups[self._provided]
-            if group.state is _State.PLANNED:
-                if self._held and self._held + group.nbytes > LOOK_AHEAD:
-                    break
-                try:
-                    self._allocate(group)
-                except RuntimeError:  # no memory: an error only if it is needed
-                    break
-            self._provided += 1
-        self._nudges.put(None)
-
-    def _allocate(self, group: _RecordGroup) -> None:
-        group.allocate(self._alignment)
-        self._held += group.nbytes
+    # -- reading -------------------------------------------------------------------------------
 
     def _wait(self, group: _RecordGroup) -> bool:
         """Wait for a group; False: it will not arrive, and torch's own reader may say why."""
-        began = perf_counter()
-        if group.state is _State.PLANNED:
-            self._allocate(group)
-        self._wanted = group
-        self._nudges.put(None)
-        while group.state is not _State.COMPLETE and not self._finished:
-            self._arrivals.get()
-        self._wanted = None
-        ended = perf_counter()
-        self.wait_seconds += ended - began
-        trace.emit("wait for a storage", began, ended)
-        there = group.state is _State.COMPLETE
-        if not there and isinstance(self._error, CorruptCheckpointError):
-            raise self._error
-        return there
+        if group.left != 0:
+            began = perf_counter()
+            self._wanted = group
+            while group.left != 0 and self._advance(1):
+                pass
+            self._wanted = None
+            ended = perf_counter()
+            self.wait_seconds += ended - began
+            trace.emit("wait for a storage", began, ended)
+            if group.left != 0:
+                if isinstance(self.error, CorruptCheckpointError):
+                    raise self.error
+                return False
+        if self._file.ring is not None:
+            self._file.ring.settle()
+        return True
 
-    def _release(self, nbytes: int) -> None:
-        self._held -= nbytes
-        if self._provided < len(self._groups):
-            self._provide()
-
-    # -- the thread that reads -----------------------------------------------------------------
-
-    def _run(self) -> None:
-        error: BaseException | None = None
+    def _advance(self, minimum: int) -> bool:
+        """Reap at least `minimum` blocks, and submit others; False: none is in flight."""
+        pump = self._pump
         try:
-            self._pump.read(self._blocks(), self._is_over)
-        except BaseException as caught:  # for the thread that unpickles
-            error = caught
+            if pump.in_flight:
+                pump.reap(minimum)
+            while pump.has_room:
+                block = next(self._blocks, None)
+                if block is None:
+                    break
+                pump.put(block)
+            pump.flush()
+        except BaseException as error:
+            self._blocks = iter(())
+            pump.close()
+            if error is not pump.error:
+                raise  # of a signal handler
+            self.error = error
             if isinstance(error, CorruptCheckpointError):
                 error.path = error.path or self._file.name
-            else:
-                _log.debug("reading ahead of %r ended: %r", self._file.name, error)
-        self._checks.give_up()
-        self._error = error
-        self._finished = True
-        self._arrivals.put(None)
-        self._file.close()
+            _log.debug("reading ahead of %r ended: %r", self._file.name, error)
+        return pump.in_flight > 0
 
-    def _blocks(self) -> Iterator[Block | None]:
-        """Yield the blocks to read, None where memory must be waited for."""
-        while not self._is_over():
-            group = self._chosen()
-            if group is None:
-                return
-            if group.state is _State.PLANNED:
+    def _planned(self) -> Iterator[Block | None]:
+        """Yield the blocks to read, None while the look-ahead is used up."""
+        while self._unread:
+            group = self._unread[0]
+            wanted = self._wanted
+            if wanted is not None and wanted.left is None:
+                group = wanted
+            elif self._held and self._held + group.nbytes > LOOK_AHEAD:
                 yield None
-                if self._pump.in_flight:
-                    self._pump.reap()
-                else:
-                    self._nudges.get()
                 continue
-            group.state = _State.READING
-            blocks = list(plan_blocks(group.reads(self._checks), self._pump))
-            blocks[0].prepare = partial(self._pages.advise_all, group.memory())
+            self._unread.remove(group)
+            try:
+                reads = self._allocated(group)
+            except RuntimeError as error:  # no memory: if it is needed, torch will say so
+                self.error = error
+                return
+            blocks = list(plan_blocks(reads, self._pump))
             group.left = len(blocks)
             for block in blocks:
-                block.deliver = partial(self._arrived, group, block.deliver)
-                yield block
+                block.arrived = group.count
+            yield from blocks
 
-    def _chosen(self) -> _RecordGroup | None:
-        """Return the group that is waited for, else the next one; None: all are read."""
-        unread = _State.PLANNED, _State.ALLOCATED
-        group = self._wanted
-        if group is not None and group.state in unread:
-            return group
-        while self._next < len(self._groups) and self._groups[self._next].state not in unread:
-            self._next += 1
-        return self._groups[self._next] if self._next < len(self._groups) else None
+    def _allocated(self, group: _RecordGroup) -> list[ReadExtent]:
+        """Allocate the memory of a group, and return what to read.
 
-    def _is_over(self) -> bool:
-        return self._closed or self._owner() is None
+        Raises:
+            RuntimeError: there is no memory, or a device failed.
+        """
+        host: list[tuple[int, int]] = []
+        for entry in group.entries:
+            device = self._devices.get(entry.name)
+            record: _HostRecord | _DeviceRecord
+            if device is None:
+                record = _HostRecord(entry, self._alignment)
+                host.append(record.memory)
+            else:
+                record = _DeviceRecord(entry, device)
+            group.records[entry.name] = record
+        self._held += group.nbytes
+        self._pump.flush()  # so that reads go on while pages are touched
+        self._pages.advise_all(host)
+        records = group.records.values()
+        if self._devices:
+            self._file.attend([record.storage for record in records])
+        return [read for one in records for read in one.reads(self._checked, self._file.ring)]
 
-    # -- the engine's threads ------------------------------------------------------------------
+    # -- what arrived --------------------------------------------------------------------------
 
-    def _arrived(
-        self, group: _RecordGroup, deliver: Delivery, view: memoryview, address: int
-    ) -> None:
-        """Deliver a block, and count it."""
-        deliver(view, address)
-        with self._lock:
-            group.left -= 1
-            if group.left:
-                return
-            group.state = _State.COMPLETE
-        self._arrivals.put(None)
+    def _checked(self, entry: RecordEntry, sink: Sink, start: int) -> Sink:
+        index = self._index.get(entry.name)
+        return sink if index is None else CheckedSink(sink, self._ledger, index, start)
+
+    def _accepted(
+        self, record: _HostRecord | _DeviceRecord, nbytes: int
+    ) -> torch.UntypedStorage | None:
+        """Return the storage of a record of `nbytes` bytes, all of which arrived.
+
+        None: torch must read it itself: it has another size, or its local header is not where it
+        should be.
+
+        Raises:
+            CorruptCheckpointError: it is damaged (`verify`).
+        """
+        entry = record.entry
+        is_valid = _is_header(record.header(), entry)
+        index = self._index.get(entry.name)
+        if index is not None:
+            path, name, offset = self._file.name, entry.name, entry.data_offset
+            if not is_valid:
+                what = "its local header differs from the central directory"
+                raise CorruptCheckpointError(what, path=path, record=name, offset=offset)
+            if entry.crc:  # 0: written without
+                check_crc(self._ledger.wait(index), entry.crc, path, name, offset)
+        return record.storage if is_valid and entry.size == nbytes else None
 
 
-def _groups_of(records: Sequence[RecordEntry]) -> list[_RecordGroup]:
+def _is_header(data: bytes, entry: RecordEntry) -> bool:
+    """Return whether these bytes, from which on a record's data follows, are its local header."""
+    if len(data) < LOCAL.size:
+        return False
+    signature, name_length, extra_length = LOCAL_LENGTHS.unpack_from(data, 0)
+    stop = LOCAL.size + name_length
+    return (
+        signature == LOCAL_SIGNATURE
+        and stop + extra_length == len(data)
+        and data[LOCAL.size : stop] == entry.full_name
+    )
+
+
+def _groups_of(entries: Sequence[RecordEntry]) -> list[_RecordGroup]:
     """Return records in groups, in the order of reading.
 
     That is the order of their keys, in which pickles ask for them, and in files of torch 2.7 and
     later the order of the file.
     """
     keyed = sorted(
-        ((_order(record, index), record) for index, record in enumerate(records)),
+        ((_order(entry, index), entry) for index, entry in enumerate(entries)),
         key=lambda item: item[1].header_offset,
     )
     found: list[_RecordGroup] = []
     near: list[RecordEntry] = []
     order = 0
-    for number, record in keyed:
+    for number, entry in keyed:
         if near:
-            hole = record.header_offset - near[-1].data_end
-            length = record.data_end - near[0].header_offset
+            hole = entry.header_offset - near[-1].data_end
+            length = entry.data_end - near[0].header_offset
             if not 0 <= hole <= NEAR_EXTENTS or length > READ_TOGETHER:
                 found.append(_RecordGroup(near, order))
                 near = []
         order = min(order, number) if near else number
-        near.append(record)
+        near.append(entry)
     if near:
         found.append(_RecordGroup(near, order))
     return sorted(found, key=lambda group: group.order)
 
 
-def _order(record: RecordEntry, index: int) -> int:
+def _order(entry: RecordEntry, index: int) -> int:
     try:
-        return int(record.name[len("data/") :][:_DIGITS])
+        return int(entry.name[len("data/") :][:_DIGITS])
     except ValueError:
         return index

@@ -11,13 +11,13 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from fastserial import trace
 from fastserial.config import Config
 from fastserial.config.performance import DIRECT_BLOCKS, SCATTERED_BLOCK
 from fastserial.engines import Completion, Engine, Op, Request, create, start
-from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
+from fastserial.errors import CorruptCheckpointError, EngineError, EngineUnavailableError
 from fastserial.files.linux import preadv
 from fastserial.interrupts import finish
 from fastserial.loading.policy import ReadPolicy, in_turns
@@ -29,49 +29,16 @@ if TYPE_CHECKING:
 
     from fastserial.memory.buffers import Ring
 
-__all__ = ["STAGED", "Block", "InMemory", "InPieces", "Into", "OnDevice", "Pump", "ReadCounts"]
+__all__ = ["Block", "Pump", "ReadCounts", "Target"]
 
-Delivery = Callable[[memoryview, int], None]
+# Where the bytes of a block arrive before they are delivered:
+# - None: in a staging buffer, which exists during the delivery only;
+# - a buffer: in their final memory (`Pump.takes_any_memory`);
+# - a list: in pieces of memory, one after the other (`Pump.takes_any_memory`, not direct);
+# - a tensor, one-dimensional uint8: in device memory, without the host
+#   (`ReadPolicy.takes_device_path`). They are delivered only if that fails, from a staging buffer.
+Target: TypeAlias = "Buffer | list[memoryview] | torch.Tensor | None"
 _NOTHING = Buffer(-1, memoryview(b""), 0)
-
-
-class Into:
-    """Where the bytes of a block arrive before it is delivered."""
-
-    __slots__ = ()
-
-
-class _Staged(Into):
-    """A staging buffer, there during the delivery only."""
-
-    __slots__ = ()
-
-
-STAGED = _Staged()
-
-
-@dataclass(slots=True)
-class InMemory(Into):
-    """Their final memory (`Pump.takes_any_memory`)."""
-
-    buffer: Buffer
-
-
-@dataclass(slots=True)
-class InPieces(Into):
-    """Pieces of memory, one after the other (`Pump.takes_any_memory`, not for direct reads)."""
-
-    views: Sequence[memoryview]
-
-
-@dataclass(slots=True)
-class OnDevice(Into):
-    """Device memory, one-dimensional uint8, without the host (`ReadPolicy.takes_device_path`).
-
-    If that fails they arrive in a staging buffer and are delivered; else nothing is delivered.
-    """
-
-    memory: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -83,17 +50,17 @@ class Block:
             `ReadPolicy.alignment`, or the block ends where the file does.
         deliver: called once with the bytes and their address, on any thread; with no bytes if
             they arrived in pieces.
-        into: where they arrive before that.
+        target: where they arrive before that.
         direct: read it directly.
-        prepare: called before it is read, while others are being read.
+        arrived: called with the block by the thread that reaps it.
     """
 
     offset: int
     length: int
-    deliver: Delivery
-    into: Into = STAGED
+    deliver: Callable[[memoryview, int], None]
+    target: Target = None
     direct: bool = False
-    prepare: Callable[[], None] | None = None
+    arrived: Callable[[Block], None] | None = None
 
 
 @dataclass(slots=True)
@@ -126,6 +93,7 @@ class Pump:
     Attributes:
         policy: how ranges of the file are read.
         counts: what was read.
+        error: what ended the reading, None while there is no error.
         ring: pinned staging buffers, after `stage_in`.
         size: bytes of the file.
         block_size: bytes of a staging buffer.
@@ -148,6 +116,7 @@ class Pump:
             EngineUnavailableError: the configured engine cannot read here.
         """
         self.counts = ReadCounts()
+        self.error: BaseException | None = None
         self.ring: Ring | None = None
         self.size = size
         self.block_size = config.block_size
@@ -216,36 +185,38 @@ class Pump:
         if self.takes_any_memory:
             self.policy.open_lanes(first, stop, nbytes)
 
-    def read(self, blocks: Iterable[Block | None], until: Callable[[], bool] | None = None) -> None:
+    def read(self, blocks: Iterable[Block]) -> None:
         """Read blocks in the order of the file; returns when all have been delivered.
-
-        Args:
-            blocks: None among them: no further block is known yet, so those held back must be read.
-            until: reading ends once it returns True.
 
         Raises:
             OSError: a read failed.
             CorruptCheckpointError: the file is shorter than it was.
         """
-        for block in self._ordered(blocks):
-            if until is not None and until():
-                return
-            self.put(block)
-        if until is None or not until():
-            self.drain()
-            self.policy.close_lanes()
+        for block in self.ordered(blocks):
+            if block is not None:
+                self.put(block)
+        self.drain()
+        self.policy.close_lanes()
 
-    def _ordered(self, blocks: Iterable[Block | None]) -> Iterator[Block]:
-        """Return blocks in the order in which they are to be read."""
+    def ordered(self, blocks: Iterable[Block | None]) -> Iterator[Block | None]:
+        """Return blocks in the order in which they are to be read.
+
+        Args:
+            blocks: in the order of the file; None: no further block is known yet, so those held
+                back must be read. It is passed on behind them.
+        """
         lanes = len(self.policy.lanes)
-        if lanes:
-            return in_turns(blocks, lanes)
-        return (block for block in blocks if block is not None)
+        return in_turns(blocks, lanes) if lanes else iter(blocks)
 
     @property
     def in_flight(self) -> int:
         """Blocks given that have not been reaped."""
         return self._in_flight + len(self._batch)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `put` need not wait for other blocks."""
+        return self.in_flight < (len(self.policy.lanes) or self._config.queue_depth)
 
     def put(self, block: Block) -> None:
         """Queue a block; waits for others if the queue is full.
@@ -254,12 +225,8 @@ class Pump:
             OSError: a read failed.
             CorruptCheckpointError: the file is shorter than it was.
         """
-        depth = len(self.policy.lanes) or self._config.queue_depth
-        while self.in_flight >= depth:
+        while not self.has_room:
             self.reap()
-        if block.prepare is not None:
-            self._flush()
-            block.prepare()
         self._batch.append(self._request(block))
 
     def drain(self) -> None:
@@ -267,17 +234,26 @@ class Pump:
         while self.in_flight:
             self.reap()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Start what is queued."""
         if self._batch:
             batch, self._batch = self._batch, []
             self._in_flight += len(batch)
-            self._engine.submit(batch)
+            try:
+                self._engine.submit(batch)
+            except (OSError, EngineError) as error:
+                self.error = error
+                raise
 
-    def reap(self) -> None:
-        """Wait for at least one block."""
-        self._flush()
-        for completion in self._engine.wait(1):
+    def reap(self, minimum: int = 1) -> None:
+        """Wait for at least `minimum` blocks.
+
+        Raises:
+            OSError: a read failed.
+            CorruptCheckpointError: the file is shorter than it was.
+        """
+        self.flush()
+        for completion in self._engine.wait(minimum):
             self._in_flight -= 1
             self._complete(completion)
 
@@ -299,16 +275,15 @@ class Pump:
         fd = policy.descriptor(block.offset)
         pieces: Sequence[memoryview] | None = None
         move: Callable[[Request], int] | None = None
-        match block.into:
-            case InPieces(views):
-                buffer, pieces = _NOTHING, views
-            case InMemory(memory):
+        match block.target:
+            case Buffer() as memory:
                 buffer = memory
-            case OnDevice(target) if policy.device_path is not None:
+            case list() as views:
+                buffer, pieces = _NOTHING, views
+            case target:
                 buffer = self._staging_buffer()
-                move = policy.device_path.read(target)
-            case _:
-                buffer = self._staging_buffer()
+                if target is not None and policy.device_path is not None:
+                    move = policy.device_path.read(target)
         aligned = length - length % policy.alignment
         if block.direct and aligned and not (block.offset | buffer.address) % policy.alignment:
             fd, length = policy.direct_fd, aligned
@@ -350,21 +325,27 @@ class Pump:
         if error is not None:
             self._recover(request, error, direct)
             direct = False
-        if not isinstance(block.into, InMemory | InPieces):
+        if not isinstance(block.target, Buffer | list):
             self._pool.give(request.buffer)
         self._count(request, direct)
+        if block.arrived is not None:
+            block.arrived(block)
         if self._on_progress is not None:
             self._on_progress(block.length)
 
     def _recover(self, request: Request, error: BaseException, direct: bool) -> None:
         """Read a block through the page cache after the file system refused direct I/O."""
-        # `done` is set: it was not the read that failed, but the delivery
-        if not direct or not isinstance(error, OSError) or request.times[2]:
-            raise error
-        if error.errno != errno.EINVAL:
-            raise error
-        self.policy.refuse_direct()
-        self._finish(request, 0)
+        try:
+            # `done` is set: it was not the read that failed, but the delivery
+            if not direct or not isinstance(error, OSError) or request.times[2]:
+                raise error
+            if error.errno != errno.EINVAL:
+                raise error
+            self.policy.refuse_direct()
+            self._finish(request, 0)
+        except Exception as final:
+            self.error = final
+            raise
 
     def _count(self, request: Request, direct: bool) -> None:
         counts, length = self.counts, request.tag.length

@@ -22,7 +22,6 @@ from fastserial.memory.held_settings import paused_collection
 from fastserial.reports import HOST_ONLY
 
 if TYPE_CHECKING:
-    from fastserial.loading.device_records import DeviceRecords
     from fastserial.loading.prefetch import Prefetch
 
 __all__ = ["LoadSession", "current_session"]
@@ -53,13 +52,12 @@ class LoadSession:
         self.file: BinaryIO | None = None
         self.source: FileSource | None = None
         self.used = False  # `_load` or `_legacy_load` has asked for it
-        self.ours = False  # whether fastserial reads the storages, not torch
         self.container = "zip"
         self.fallback: str | None = None
         self.verified = False
         self.phases: dict[str, float] = {}
         self.reader: FastFileReader | None = None
-        self.prefetch: Prefetch | DeviceRecords | None = None
+        self.prefetch: Prefetch | None = None
         self.archive: FastZipReader | None = None
         self.pause = paused_collection()
 
@@ -106,15 +104,16 @@ class LoadSession:
 
     def _publish(self) -> None:
         blocks = self.reader.blocks if self.reader is not None else None
-        engine = blocks.engine_name if blocks is not None and self.ours else "torch"
+        counts = blocks.counts if blocks is not None else ReadCounts()
+        read = counts.direct + counts.cached
         fallback = self.fallback or (blocks.fallback if blocks is not None else None)
         report_load(
-            blocks.counts if blocks is not None else ReadCounts(),
+            counts,
             self.config,
             path=self.source.name if self.source is not None else repr(self.file),
             container=self.container,
             seconds=perf_counter() - self.began,
-            engine=engine,
+            engine=blocks.engine_name if blocks is not None and read else "torch",
             verified=self.verified,
             fallback=fallback,
             phases=self.phases,

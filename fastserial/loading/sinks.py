@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.errors import CorruptCheckpointError
@@ -39,15 +39,22 @@ class Sink(Protocol):
         """
 
 
-class ReadExtent:
-    """`length` bytes at `offset` of a file, and their destination."""
+class ReadExtent(NamedTuple):
+    """`length` bytes at `offset` of a file; `sink` takes them as its bytes from `start` on."""
 
-    __slots__ = ("length", "offset", "sink")
+    offset: int
+    length: int
+    sink: Sink
+    start: int = 0
 
-    def __init__(self, offset: int, length: int, sink: Sink) -> None:
-        self.offset = offset
-        self.length = length
-        self.sink = sink
+    @property
+    def end(self) -> int:
+        """First byte of the file after it."""
+        return self.offset + self.length
+
+    def part(self, first: int, stop: int) -> ReadExtent:
+        """Return the part in range [first, stop) of the file."""
+        return ReadExtent(first, stop - first, self.sink, self.start + first - self.offset)
 
 
 class HostSink(HostMemory):

@@ -17,7 +17,6 @@ from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.directory import Directory, RecordEntry
 
 if TYPE_CHECKING:
-    from fastserial.loading.device_records import DeviceRecords
     from fastserial.loading.prefetch import Prefetch
 
 __all__ = ["FastZipReader"]
@@ -44,7 +43,7 @@ class FastZipReader:
         path: str,
         limit: int,
         directory: Directory | None = None,
-        prefetch: Prefetch | DeviceRecords | None = None,
+        prefetch: Prefetch | None = None,
         verify: bool = False,
     ) -> None:
         """Wrap `stock`, a PyTorchFileReader on the same file.

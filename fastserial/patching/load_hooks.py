@@ -119,8 +119,7 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
     else:
         places = _places(load, source, stock, directory, map_location)
         _read_ahead(load, source, records, places)
-    prefetch = load.prefetch if load.ours else None
-    load.archive = FastZipReader(stock, source.name, limit, directory, prefetch, verify)
+    load.archive = FastZipReader(stock, source.name, limit, directory, load.prefetch, verify)
     load.phases["directory"] = perf_counter() - began
     return load.archive
 
@@ -162,20 +161,10 @@ def _read_ahead(
     places: dict[str, torch.device] | None,
 ) -> None:
     """Start reading the records; where that is impossible, torch's reader reads all of them."""
-    verify = load.config.verify_on_load
     try:
         reader = load.open_reader(source, source.size if places is None else 0)
-        if places is not None:
-            from fastserial.loading.device_records import DeviceRecords
-
-            load.prefetch, load.ours = DeviceRecords(reader, records, places, verify), True
-            return
-        load.prefetch = prefetch = Prefetch(reader, records, verify)
-        load.ours = prefetch.start(load)
-        if not load.ours:
-            what = "no thread to read ahead with"
-            load.fallback = Reason(what, "raise the limit on threads (`ulimit -u`)")
-    except Exception as error:  # no such engine, no thread: what torch reads is verified, too
+        load.prefetch = Prefetch(reader, records, load.config.verify_on_load, places)
+    except Exception as error:  # no such engine, no memory: what torch reads is verified, too
         load.fallback = str(error)
 
 
@@ -219,7 +208,6 @@ def load_legacy_storages(
             load.fallback = str(error)
         else:
             source.file.seek(end)
-            load.ours = True
             return ()
     _log.debug("torch reads %r itself: %s", file, load.fallback)
     return keys

@@ -20,7 +20,7 @@ import fastserial
 from fastserial import CorruptCheckpointError, LoadReport
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
-from fastserial.loading import device_records, reader
+from fastserial.loading import device_records, prefetch, reader
 from fastserial.memory.buffers import Buffer, Ring
 
 SMALL: dict[str, Any] = {"block_size": 16384, "queue_depth": 3, "small_file": 0, "cache": "drop"}
@@ -170,10 +170,11 @@ def test_a_device_without_room(
         UntypedStorage=lambda nbytes, device: (_ for _ in ()).throw(RuntimeError("no room")),
         **{name: getattr(torch, name) for name in ("cpu", "device", "serialization")},
     )
-    monkeypatch.setattr(device_records, "torch", torch_like)
+    monkeypatch.setattr(prefetch, "torch", torch_like)
     fastserial.install(**SMALL)
     assert same(torch.load(files[True], map_location=HERE), wanted)
-    assert (report().engine, report().fallback) == ("torch", "no room")
+    assert report().engine == "torch"
+    assert "no room" in str(report().fallback)
 
 
 # --- which device -------------------------------------------------------------------------------

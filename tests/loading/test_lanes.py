@@ -24,6 +24,10 @@ class Place(NamedTuple):
     offset: int
 
 
+def _index(read: list[Place | None], nth: int) -> int:
+    return [at for at, place in enumerate(read) if place is None][nth]
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("stops", [False, True])
 def test_each_lane_is_read_in_order(
@@ -37,7 +41,10 @@ def test_each_lane_is_read_in_order(
         given.append(place)
         if stops and chance.random() < 0.1:
             given.append(None)
-    found = list(in_turns(given, count))
+    read = list(in_turns(given, count))
+    found = [place for place in read if place is not None]
+    for stop in (at for at, place in enumerate(given) if place is None):
+        assert set(read[: _index(read, given[:stop].count(None))]) >= set(given[:stop])
     assert sorted(found) == places
     for lane in range(count):
         mine = [place for place in found if lane_of(place.offset, count) == lane]
