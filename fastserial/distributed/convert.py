@@ -11,11 +11,10 @@ from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.errors import CheckpointFileError, ConvertError
 from fastserial.formats.container import is_dcp_folder
-from fastserial.patching.install import patched
 
 __all__ = ["Container", "Converted", "convert"]
 
-Container = Literal["zip", "legacy", "safetensors", "dcp"]
+Container = Literal["zip", "safetensors", "dcp"]
 
 
 def convert(
@@ -62,10 +61,6 @@ def convert(
     name, path = os.fspath(source), os.fspath(target)
     is_dcp = is_dcp_folder(name)
     container = container_of(path, to, shard_nbytes)
-    if is_dcp and container == "legacy" and patched("_legacy_save") is None:
-        raise ConvertError(
-            "this torch has no patch: convert the folder to a zip first, then to legacy"
-        )
     if verify and is_dcp:
         refuse_damaged(name, config=config)
     folders = is_dcp or container == "dcp"

@@ -211,7 +211,8 @@ class _ItemChecks:
         crc = item.known.crc if item.known is not None else None
         if item.chunk is None:
             if crc is not None:
-                self._compare_crc(item, _OF_ANOTHER, *held.checksums([(0, item.length)]), crc)
+                (found,) = held.checksums([(0, item.length)])
+                self._compare_crc(item, _OF_ANOTHER, found, crc)
             return
         outline = ZipContainer(held.source).outline
         if outline.notes or [tensor.key for tensor in outline.tensors] != [""]:
