@@ -6,27 +6,28 @@ their bytes from the source while it fills its staging buffers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fastserial.checkpoints.mapped_source import INDEX, ConvertSource
+from fastserial.checkpoints.mapped_source import INDEX
 from fastserial.checkpoints.streaming import (
-    StreamWriter,
+    ConvertSource,
     flat_tensors,
     refuse_shared,
-    write_legacy,
     write_safetensors,
     write_zip,
 )
 from fastserial.config import Config
 from fastserial.errors import ConvertError
 from fastserial.files.durable import replace_bytes, sync_folders
+from fastserial.saving.writer import FastFileWriter
 
 __all__ = ["Converted", "container_of", "part_of", "write_source"]
 
@@ -55,8 +56,13 @@ def container_of(target: str, to: str | None, shard_nbytes: int | None) -> str:
     """Return the container in which a target is written.
 
     Raises:
-        ConvertError: `shard_nbytes` is none, or the container has no shards.
+        ConvertError: it cannot be written; or `shard_nbytes` is none, or it has no shards.
     """
+    if to not in (None, "zip", "safetensors", "dcp"):
+        raise ConvertError(
+            f"convert does not write {to!r}, but zip, safetensors and dcp; for the legacy format: "
+            "torch.save(torch.load(...), target, _use_new_zipfile_serialization=False)"
+        )
     if shard_nbytes is None:
         return to or ("safetensors" if target.endswith(".safetensors") else "zip")
     if to not in (None, "safetensors") or shard_nbytes <= 0:
@@ -81,27 +87,41 @@ def write_source(
     """
     value = part_of(opened.value, key)
     free = opened.metadata
-    if to == "safetensors":
-        tensors = flat_tensors(value)
-        if not copy_shared:
-            refuse_shared(tensors)
-        text = {"format": "pt", **free}
-        if shard_nbytes is not None:
-            nbytes = _write_shards(tensors, opened, path, shard_nbytes, text, config)
-            return Converted(opened.container, to, nbytes)
-    writer = StreamWriter(path, config, opened, to)
-    with writer:
-        if to == "safetensors":
-            write_safetensors(tensors, writer, text)
-        elif to == "legacy":
-            write_legacy(value, writer)
-        else:
-            write_zip(value, writer)
-        nbytes = writer.tell()
+    if to == "zip":
+        with _writing(path, opened, to, config) as writer:
+            write_zip(value, writer, opened)
+        dropped = tuple(name for name in free if name != "format")
+        return Converted(opened.container, to, writer.tell(), dropped)
+    tensors = flat_tensors(value)
+    if not copy_shared:
+        refuse_shared(tensors)
+    text = {"format": "pt", **free}
+    if shard_nbytes is None:
+        nbytes = _write_safetensors(tensors, opened, path, text, config)
+    else:
+        nbytes = _write_shards(tensors, opened, path, shard_nbytes, text, config)
+    return Converted(opened.container, to, nbytes)
+
+
+@contextlib.contextmanager
+def _writing(path: str, source: ConvertSource, to: str, config: Config) -> Iterator[FastFileWriter]:
+    """Open a writer; the file is completed if the source is what it was when it was opened."""
+    with FastFileWriter(path, config, container=to) as writer:
+        yield writer
         writer.release_sources()
-        opened.check_unchanged()
-    dropped = tuple(name for name in free if name != "format" and to != "safetensors")
-    return Converted(opened.container, to, nbytes, dropped)
+        source.check_unchanged()
+
+
+def _write_safetensors(
+    tensors: Mapping[str, torch.Tensor],
+    source: ConvertSource,
+    path: str,
+    metadata: Mapping[str, str],
+    config: Config,
+) -> int:
+    with _writing(path, source, "safetensors", config) as writer:
+        write_safetensors(tensors, writer, source, metadata)
+    return writer.tell()
 
 
 def part_of(value: Any, key: str) -> Any:
@@ -183,12 +203,7 @@ def _write_shards(
     for number, shard in enumerate(shards, 1):
         name = f"{_STEM}-{number:05}-of-{len(shards):05}.safetensors"
         path = os.path.join(folder, name)
-        writer = StreamWriter(path, config, source, "safetensors")
-        with writer:
-            write_safetensors(shard, writer, metadata)
-            total += writer.tell()
-            writer.release_sources()
-            source.check_unchanged()
+        total += _write_safetensors(shard, source, path, metadata, config)
         files.update(dict.fromkeys(shard, name))
     size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}

@@ -11,13 +11,7 @@ from typing import Any
 import torch
 from torch._guards import detect_fake_mode
 
-from fastserial.checkpoints.tensor_read import (
-    direct_extent,
-    fetch,
-    is_dense,
-    meta_of,
-    open_readable,
-)
+from fastserial.checkpoints.tensor_read import fetch, meta_of, open_readable
 from fastserial.config import Config
 from fastserial.formats.safetensors import TYPE_NAMES
 from fastserial.formats.tensors import TensorEntry
@@ -130,17 +124,7 @@ class LazyCheckpoint:
             return torch.empty_strided(
                 view.shape, view.stride(), dtype=view.dtype, device=self._device
             )
-        if self._device.type != "cpu" and is_dense(
-            view
-        ):  # through staging buffers, without a copy on the host
-            out = torch.empty_strided(
-                view.shape, view.stride(), dtype=view.dtype, device=self._device
-            )
-            extent = direct_extent(base, view, out)
-            if extent is not None:
-                self._file.read_into([extent])
-                return out
-        return fetch(self._file, base, view).to(self._device)
+        return fetch(self._file, base, view, self._device)
 
 
 class TensorSlice:

@@ -7,9 +7,8 @@ through staging buffers.
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from time import perf_counter
@@ -116,7 +115,7 @@ def load_into(
     began = perf_counter()
     state: Any = target
     if isinstance(target, torch.nn.Module):
-        state = dict(_state_of(target))
+        state = dict(target.state_dict())
         if not _is_in_memory_of(target, state):
             return _load_state_dict(target, path, key, strict, verify)
     wanted = _tensors(state)
@@ -150,39 +149,26 @@ def load_into(
 # -- modules whose state is not in their memory --------------------------------------------------
 
 
-def _state_of(module: torch.nn.Module) -> Mapping[str, Any]:
-    if _takes(module.state_dict, "keep_vars"):
-        return module.state_dict(keep_vars=True)
-    return module.state_dict()
-
-
-def _takes(method: Callable[..., Any], name: str) -> bool:
-    taken = inspect.signature(method).parameters
-    return name in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
-
-
 def _is_in_memory_of(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
     """Return whether filling these values fills the module: none is a copy, or no tensor."""
-    held = [
-        value
+    spots = {
+        _spot(value)
         for one in module.modules()
         for group in (one._parameters, one._buffers, vars(one))
         for value in group.values()
         if isinstance(value, torch.Tensor)
-    ]
-    known, spots = set(map(id, held)), set(map(_spot, held)) - {None}
-    return all(id(value) in known or _spot(value) in spots for value in state.values())
+    }
+    spots.add(None)
+    return all(isinstance(one, torch.Tensor) and _spot(one) in spots for one in state.values())
 
 
-def _spot(value: Any) -> tuple[torch.device, int] | None:
+def _spot(tensor: torch.Tensor) -> tuple[torch.device, int] | None:
     """Return device and address of a tensor's storage, None if it has no memory."""
-    if not isinstance(value, torch.Tensor):
-        return None
     try:
-        address = value.untyped_storage().data_ptr()
+        address = tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
         return None
-    return (value.device, address) if address else None
+    return (tensor.device, address) if address else None
 
 
 def _load_state_dict(
@@ -195,8 +181,8 @@ def _load_state_dict(
         state = part_of(whole, key)
     except ConvertError as error:
         raise LoadMismatchError(str(error)) from error
-    take: Any = module.load_state_dict
-    found = take(state, strict=strict) if _takes(take, "strict") else take(state)
+    # the user's own method may not take `strict`
+    found = module.load_state_dict(state, **({} if strict else {"strict": False}))
     missing, unexpected = (getattr(found, f"{what}_keys", ()) for what in ("missing", "unexpected"))
     return LoadedKeys(list(missing), list(unexpected))
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import json
 import logging
 import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import _weights_only_unpickler
 
-from fastserial.checkpoints.streaming import FileMemory, StorageLocator
+from fastserial.checkpoints.streaming import ConvertSource, FileMemory
 from fastserial.checkpoints.tensor_read import is_little_endian
 from fastserial.checkpoints.verify import refuse_damaged
+from fastserial.checkpoints.verify.file_list import keys_of_files
 from fastserial.errors import (
     ConvertError,
     CorruptCheckpointError,
@@ -50,8 +50,6 @@ from fastserial.patching.install import get_original
 __all__ = ["INDEX", "ConvertSource", "Mapped", "MappedSource", "map_checkpoint", "open_source"]
 
 INDEX = ".safetensors.index.json"
-_MOST_INDEX = 1 << 30  # bytes
-_PROTOCOL = 2  # torch's default
 _DTENSORS = b"torch.distributed.tensor"
 _BIG_ENDIAN = "the file was written on a big-endian machine: load and save it with torch"
 
@@ -133,27 +131,23 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
 
 def _map_zip(fd: int, path: str, container: ZipContainer, whole: torch.UntypedStorage) -> Any:
     source, directory = container.source, container.directory
-    if directory.find("constants.pkl") is not None:
-        raise ConvertError(f"{path}: a TorchScript archive is no checkpoint of torch.save")
     pickled = directory.find(PICKLE)
-    if pickled is None:
+    if pickled is None or directory.find("constants.pkl") is not None:
         raise ConvertError(
-            f"{path}: the archive holds no data.pkl: it is no checkpoint of torch.save, but for "
-            "instance of torch.package or torch.export"
+            f"{path}: no checkpoint of torch.save: it is a TorchScript archive, or has no data.pkl"
         )
-    storages = (record for record in directory.records if record.name.startswith("data/"))
-    packed = next((record for record in storages if not record.is_stored), None)
-    if packed is not None:
-        raise ConvertError(
-            f"{path}: record {packed.name} is compressed: load and save it with torch"
-        )
+    for record in directory.records:
+        if record.name.startswith("data/") and not record.is_stored:
+            raise ConvertError(
+                f"{path}: record {record.name} is compressed: load and save it with torch"
+            )
     load = get_original("_load")
     more = {"weights_only": True} if "weights_only" in inspect.signature(load).parameters else {}
     reader = torch._C.PyTorchFileReader(f"/proc/self/fd/{fd}")
     data = read_record(source, pickled, source.size * MOST_INFLATED)
     refuse_nested(data)
     _know_dtensors(data)
-    with _unpickling(data[:2], path), _without_groups():
+    with _unpickling(path), _without_groups():
         return load(
             reader,
             "cpu",
@@ -183,18 +177,15 @@ def _without_groups() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unpickling(start: bytes, path: str) -> Iterator[None]:
-    """Explain why torch refuses a pickle, which begins with an opcode and its protocol."""
+def _unpickling(path: str) -> Iterator[None]:
+    """Explain why torch refuses a pickle."""
     try:
         yield
     except pickle.UnpicklingError as error:
-        if start[:1] == pickle.PROTO and start[1] > _PROTOCOL:
-            raise ConvertError(
-                f"{path}: it was pickled with protocol {start[1]}, which weights_only does not "
-                "fully know: if you trust the file, load it with torch.load(..., "
-                f"weights_only=False) and save it without pickle_protocol ({error})"
-            ) from error
-        raise ConvertError(f"{path}: {error}") from error
+        raise ConvertError(
+            f"{path}: weights_only does not allow it: if you trust the file, load it with "
+            f"torch.load(..., weights_only=False) and save it again ({error})"
+        ) from error
     except (FastserialError, OSError, MemoryError):
         raise
     except Exception as error:  # what torch raises for a damaged or hostile pickle
@@ -240,72 +231,26 @@ def _map_safetensors(
 
 def _map_legacy(fd: int, path: str, container: LegacyContainer, whole: torch.UntypedStorage) -> Any:
     file = container.file
-    ranges = {
-        key: (storage.offset or 0, (storage.offset or 0) + storage.held)
-        for key, storage in file.storages.items()
-    }
     slices = _Slices(whole)
-    known: dict[Any, torch.storage.TypedStorage] = {}
-
-    def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
-        kind: Any = torch.storage.TypedStorage
-        return cast(
-            "torch.storage.TypedStorage", kind(wrap_storage=storage, dtype=dtype, _internal=True)
-        )
+    made: dict[str, torch.UntypedStorage] = {}
+    typed: Any = torch.storage.TypedStorage
 
     def persistent_load(pid: Any) -> Any:
-        kind, *data = pid
-        if type(kind) is not str or kind != "storage":
-            raise pickle.UnpicklingError("weights_only allows no entries but storages")
-        storage_type, key, _, _, view = data
-        dtype = storage_type.dtype
-        if type(key) is not str:
-            raise pickle.UnpicklingError("the key of a storage is no string")
-        begin, end = ranges[key]
-        if (key, dtype) not in known:
-            known[key, dtype] = typed(slices[begin:end], dtype)
-        root = known[key, dtype]
-        if view is None:
-            return root
-        view_key, first, count = view
-        if type(view_key) is not str or type(first) is not int or type(count) is not int:
-            raise pickle.UnpicklingError("a part of a storage is none")
-        if view_key not in known:
-            start = begin + first * dtype.itemsize
-            stop = min(end, start + count * dtype.itemsize)
-            known[view_key] = typed(slices[start:stop], dtype)
-        return known[view_key]
+        match pid:
+            case ("storage", storage_type, str(key), _, _, None) if key in file.storages:
+                if key not in made:
+                    entry = file.storages[key]
+                    start = entry.offset or 0
+                    made[key] = slices[start : start + entry.held]
+                return typed(wrap_storage=made[key], dtype=storage_type.dtype, _internal=True)
+        raise pickle.UnpicklingError("it refers to something else than a whole storage")
 
     with open(f"/proc/self/fd/{fd}", "rb") as stream:
         stream.seek(file.object_offset)
         unpickler: Any = _weights_only_unpickler.Unpickler(stream, encoding="utf-8")
         unpickler.persistent_load = persistent_load
-        with _unpickling(container.source.read_at(file.object_offset, 2), path):
+        with _unpickling(path):
             return unpickler.load()
-
-
-class ConvertSource(StorageLocator, Protocol):
-    """What is converted.
-
-    Attributes:
-        container: the name of its format.
-        value: what was saved.
-        metadata: free text (safetensors).
-    """
-
-    container: str
-    value: Any
-    metadata: dict[str, str]
-
-    def check_unchanged(self) -> None:
-        """Raise if it was written to since it was opened.
-
-        Raises:
-            CorruptCheckpointError: it was.
-        """
-
-    def close(self) -> None:
-        """Close its files; its objects must not be used any more."""
 
 
 class MappedSource:
@@ -338,15 +283,10 @@ class MappedSource:
 
     def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Memory | None:
         """Return where bytes of a storage come from, None if it is in no mapping."""
-        found = self._locate(storage)
-        return None if found is None else FileMemory(found[0], found[2] + start, nbytes)
-
-    def _locate(self, storage: torch.UntypedStorage) -> tuple[int, Mapped, int] | None:
-        """Return the file of a storage, and its offset there; None if it is in no mapping."""
         for fd, mapped, _, _ in self._maps:
             offset = mapped.offset_of(storage)
             if offset is not None:
-                return fd, mapped, offset
+                return FileMemory(fd, offset + start, nbytes)
         return None
 
     def in_order(self, _: torch.Tensor) -> Memory | None:
@@ -409,24 +349,16 @@ def _index_of(name: str) -> str | None:
 
 def _all_of(source: MappedSource, index: str) -> dict[str, torch.Tensor]:
     """Return the tensors of all files that an index names, which are mapped."""
-    with open(index, "rb") as file:
-        text = file.read(_MOST_INDEX)
-    try:
-        files = json.loads(text)["weight_map"]
-        keys_of: dict[str, list[str]] = {}
-        for key, name in files.items():
-            keys_of.setdefault(os.fspath(name), []).append(key)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError("it is no index of safetensors files", path=index) from error
+    with naming(index), open(index, "rb") as file:
+        keys_of = keys_of_files(file.fileno())
     tensors: dict[str, torch.Tensor] = {}
     for name, keys in keys_of.items():
         if os.path.basename(name) != name:
-            raise CorruptCheckpointError(
-                f"it names {name!r}, which is not in its folder", path=index
-            )
+            text = f"it names {name!r}, which is not in its folder"
+            raise CorruptCheckpointError(text, path=index)
         found = source.add(os.path.join(os.path.dirname(index), name)).value
         for key in keys:
             if key not in found:
                 raise CorruptCheckpointError(f"{name} has no tensor {key!r}", path=index)
             tensors[key] = found[key]
-    return {key: tensors[key] for key in files}
+    return tensors

@@ -86,10 +86,8 @@ def write(
     Raises:
         WriteError: the file cannot be written; the previous one is intact.
     """
-    if zip_container:
-        writer = _save_zip(obj, path, pickle_module, pickle_protocol, prefix)
-    else:
-        writer = _save_legacy(obj, path, pickle_module, pickle_protocol)
+    save_with = _save_zip if zip_container else _save_legacy
+    writer = save_with(obj, path, pickle_module, pickle_protocol, prefix)
     if not isinstance(writer, StockWay):
         return writer
     if not installed():
@@ -123,7 +121,7 @@ def _save_zip(
 
 
 def _save_legacy(
-    obj: object, path: str, pickle_module: Any, protocol: int
+    obj: object, path: str, pickle_module: Any, protocol: int, _: str | None
 ) -> FastFileWriter | StockWay:
     function = patched("_legacy_save")
     if function is None:
@@ -131,8 +129,7 @@ def _save_legacy(
     if torch.serialization._serialization_tls.skip_data:
         return StockWay(Reason("skip_data leaves the storages out", ASKED))
     writer = save_hooks.open_writer(path, "legacy")
-    if isinstance(writer, StockWay):
-        return writer
-    with writer:
-        function(obj, writer, pickle_module, protocol)
+    if not isinstance(writer, StockWay):
+        with writer:
+            function(obj, writer, pickle_module, protocol)
     return writer

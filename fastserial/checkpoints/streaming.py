@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import io
 import pickle
 import shlex
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 
 from fastserial.checkpoints.tensor_read import is_dense, overlapping
-from fastserial.config import Config
 from fastserial.errors import ConvertError
-from fastserial.formats.extents import Data, Extent
-from fastserial.formats.legacy.layout import element_counts, storage_extents
+from fastserial.formats.legacy.layout import storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
 from fastserial.formats.source import read_to
 from fastserial.formats.zip.layout import archive_name
@@ -25,24 +21,24 @@ from fastserial.patching.install import get_original, patched
 from fastserial.saving.archive import ZipArchive
 from fastserial.saving.writer import FastFileWriter
 
-__all__ = [
-    "FileMemory",
-    "StorageLocator",
-    "StreamWriter",
-    "elements_of",
-    "flat_tensors",
-    "memory_of",
-    "refuse_shared",
-    "write_legacy",
-    "write_safetensors",
-    "write_zip",
-]
+__all__ = ["ConvertSource", "FileMemory", "flat_tensors", "refuse_shared"]
+__all__ += ["write_safetensors", "write_zip"]
 
 _PROTOCOL = 2  # torch's default
 
 
-class StorageLocator(Protocol):
-    """Locates the bytes of storages and tensors whose memory is not read."""
+class ConvertSource(Protocol):
+    """What is converted: a value whose bytes are in files, not in its memory.
+
+    Attributes:
+        container: the name of its format.
+        value: what was saved.
+        metadata: free text (safetensors).
+    """
+
+    container: str
+    value: Any
+    metadata: dict[str, str]
 
     def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Memory | None:
         """Return the source of a storage's bytes, None if they are in its memory."""
@@ -50,12 +46,15 @@ class StorageLocator(Protocol):
     def in_order(self, tensor: torch.Tensor) -> Memory | None:
         """Return the source of a non-contiguous tensor's bytes, None if they are in its memory."""
 
+    def check_unchanged(self) -> None:
+        """Raise if it was written to since it was opened.
 
-def memory_of(locator: StorageLocator, storage: torch.UntypedStorage) -> Memory:
-    """Return the source of a storage's bytes."""
-    nbytes = storage.nbytes()
-    found = locator.part_of(storage, 0, nbytes) if nbytes else None
-    return storage_memory(storage) if found is None else found
+        Raises:
+            CorruptCheckpointError: it was.
+        """
+
+    def close(self) -> None:
+        """Close its files; its objects must not be used any more."""
 
 
 class FileMemory:
@@ -74,151 +73,52 @@ class FileMemory:
         read_to(view, self._fd, self._offset + start)
 
 
-class _OrderedMemory:
-    """The elements of a non-contiguous tensor in order, copied as they are needed."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.nbytes = tensor.numel() * tensor.itemsize
-        self._tensor = tensor
-
-    def copy_to(self, address: int, start: int, length: int) -> None:
-        """Copy bytes [start, start + length) of the contiguous form to `address`."""
-        size = self._tensor.itemsize
-        first, last = start // size, -(-(start + length) // size)
-        elements = torch.empty(last - first, dtype=self._tensor.dtype, device="cpu")
-        _gather(self._tensor, first, elements)
-        ctypes.memmove(address, elements.data_ptr() + start - first * size, length)
-
-
-def _gather(tensor: torch.Tensor, first: int, target: torch.Tensor) -> None:
-    """Copy a tensor's elements in order, from the first one on, until the target is full."""
-    if not tensor.dim() or tensor.numel() == target.numel():
-        target.view(tensor.shape).copy_(tensor)
-        return
-    row = tensor.numel() // tensor.shape[0]
-    done = 0
-    while done < target.numel():
-        at, inside = divmod(first + done, row)
-        count = (target.numel() - done) // row
-        if inside or not count:  # the end of a row, or its beginning
-            part = target[done : done + row - inside]
-            _gather(tensor[at], inside, part)
-        else:
-            part = target[done : done + count * row]
-            part.view(count, *tensor.shape[1:]).copy_(tensor[at : at + count])
-        done += part.numel()
-
-
-class StreamWriter(FastFileWriter):
-    """A writer that takes storages from the source file, not from the mapping."""
-
-    def __init__(self, path: str, config: Config, locator: StorageLocator, to: str) -> None:
-        super().__init__(path, config, container=to)
-        self.locator = locator
-
-    def save_torch_storage_object_list(
-        self,
-        storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
-        save_size: bool = True,
-    ) -> int:
-        batch = batch_of([memory_of(self.locator, storage) for storage, _ in storage_obj_list])
-        element_sizes = [dtype.itemsize for _, dtype in storage_obj_list]
-        counts = element_counts(batch.sizes, element_sizes, save_size)
-        extents = storage_extents(batch, counts)
-        self.write_extents(extents)
-        return sum(extent.length for extent in extents)
-
-    def write_extents(self, extents: Sequence[Extent]) -> None:
-        """Append extents without checksums."""
-        self.write_layout(extents, sum(extent.length for extent in extents))
-
-
 class _StreamArchive(ZipArchive):
-    """A zip whose storages come from the source."""
+    """A zip whose storages come from a source."""
 
-    def __init__(self, writer: StreamWriter, archive: str) -> None:
-        super().__init__(writer, archive, owns_writer=False)
-        self._locator = writer.locator
+    def __init__(self, writer: FastFileWriter, source: ConvertSource) -> None:
+        super().__init__(writer, archive_name(writer.name) or "archive", owns_writer=False)
+        self._source = source
 
     def write_record(
         self, name: str, data: str | bytes | int | torch.UntypedStorage, size: int
     ) -> None:
         if isinstance(data, torch.UntypedStorage):
-            self._add_memory(name, memory_of(self._locator, data))
+            self.add_storages([data], [name])
         else:
             super().write_record(name, data, size)
 
     def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
         for name, storage in zip(names, storages, strict=True):
-            self._add_memory(name, memory_of(self._locator, storage))
+            nbytes = storage.nbytes()
+            found = self._source.part_of(storage, 0, nbytes) if nbytes else None
+            self._add_memory(name, storage_memory(storage) if found is None else found)
 
 
-def write_zip(value: Any, writer: StreamWriter) -> None:
+def write_zip(value: Any, writer: FastFileWriter, source: ConvertSource) -> None:
     """Write what `torch.save` writes."""
     save = patched("_save") or get_original("_save")
-    with _StreamArchive(writer, archive_name(writer.name) or "archive") as archive:
+    with _StreamArchive(writer, source) as archive:
         save(value, archive, pickle, _PROTOCOL, False)
 
 
-def write_legacy(value: Any, writer: StreamWriter) -> None:
-    """Write what `torch.save(..., _use_new_zipfile_serialization=False)` writes.
-
-    Raises:
-        ConvertError: the container cannot hold it.
-    """
-    _refuse_in_legacy(value)
-    # without a patch torch copies the storages from the mapping: the same bytes, more memory
-    save = patched("_legacy_save") or get_original("_legacy_save")
-    save(value, writer, pickle, _PROTOCOL)
-
-
-class _LegacyProbe(pickle.Pickler):
-    """Pickles into nothing, and raises for what a legacy file cannot hold."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO(), _PROTOCOL)
-
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, torch.UntypedStorage):
-            raise ConvertError("it has a dtype without a storage type, such as float8 or uint16")
-        return "storage" if isinstance(obj, torch.storage.TypedStorage) else None
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor) and obj.is_nested and obj.layout is torch.strided:
-            raise ConvertError("a nested tensor needs its sizes while it is unpickled")
-        return NotImplemented
-
-
-def _refuse_in_legacy(value: Any) -> None:
-    for key, item in value.items() if type(value) in (dict, OrderedDict) else [("", value)]:
-        try:
-            _LegacyProbe().dump(item)
-        except ConvertError as error:
-            where = f"entry {key!r}" if key != "" else "it"
-            raise ConvertError(
-                f"{where} cannot be represented in the legacy container: {error}"
-            ) from None
-
-
 def write_safetensors(
-    tensors: Mapping[str, torch.Tensor], writer: StreamWriter, metadata: Mapping[str, str]
+    tensors: Mapping[str, torch.Tensor],
+    writer: FastFileWriter,
+    source: ConvertSource,
+    metadata: Mapping[str, str],
 ) -> None:
     """Write tensors and free text as one safetensors file."""
     # large elements first: all are aligned then, as the format wants it
     order = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    memories = [_elements_of(tensor, source) for _, tensor in order]
     rows = [
-        (key, _type_name(tensor), tuple(tensor.shape), tensor.numel() * tensor.itemsize)
-        for key, tensor in order
+        (key, _type_name(tensor), tuple(tensor.shape), memory.nbytes)
+        for (key, tensor), memory in zip(order, memories, strict=True)
     ]
     writer.write(header_bytes(rows, metadata))
-    extents: list[Extent] = []
-    at = 0
-    for _, tensor in order:
-        memory = elements_of(tensor, writer.locator)
-        if memory.nbytes:
-            extents.append(Extent(at, memory.nbytes, Data(memory, memory.nbytes, None)))
-            at += memory.nbytes
-    writer.write_extents(extents)
+    extents = storage_extents(batch_of(memories), [b""] * len(memories))
+    writer.write_layout(extents, sum(memory.nbytes for memory in memories))
 
 
 def _type_name(tensor: torch.Tensor) -> str:
@@ -291,14 +191,16 @@ def refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def elements_of(tensor: torch.Tensor, locator: StorageLocator) -> Memory:
-    """Return a tensor's bytes in the order of its elements."""
+def _elements_of(tensor: torch.Tensor, source: ConvertSource) -> Memory:
+    """Return a tensor's bytes in the order of its elements; in another order, a copy of them."""
     if not tensor.numel():
         return HostMemory(0, 0, None)
     lazy = tensor.is_conj() or tensor.is_neg()
-    if lazy or not (tensor.is_contiguous() and is_dense(tensor)):
-        return locator.in_order(tensor) or cast("Memory", _OrderedMemory(tensor))
     nbytes = tensor.numel() * tensor.itemsize
-    start = int(tensor.storage_offset()) * tensor.itemsize
-    found = locator.part_of(tensor.untyped_storage(), start, nbytes)
+    if lazy or not (tensor.is_contiguous() and is_dense(tensor)):
+        found = source.in_order(tensor)
+        tensor = tensor if found is not None else tensor.resolve_conj().resolve_neg().contiguous()
+    else:
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        found = source.part_of(tensor.untyped_storage(), start, nbytes)
     return HostMemory(tensor.data_ptr(), nbytes, tensor) if found is None else found

@@ -123,22 +123,27 @@ def direct_extent(
         return None
     if target.is_conj() or target.is_neg():  # its memory holds other values than its elements
         return None
+    return ReadExtent(_first(base, view), target.numel() * target.itemsize, _sink(target, ring))
+
+
+def _sink(target: torch.Tensor, ring: Ring | None = None) -> Sink:
+    """Return the sink of the bytes of a dense tensor."""
     nbytes = target.numel() * target.itemsize
-    sink: Sink
     if is_on_host(target.untyped_storage()):
-        sink = HostSink(target.data_ptr(), nbytes, target)
-    else:
-        flat = torch.empty(0, dtype=torch.uint8, device=target.device)
-        start = target.storage_offset() * target.itemsize
-        flat.set_(target.untyped_storage(), start, (nbytes,), (1,))
-        sink = DeviceSink(flat, ring)
-    return ReadExtent(_first(base, view), nbytes, sink)
+        return HostSink(target.data_ptr(), nbytes, target)
+    flat = torch.empty(0, dtype=torch.uint8, device=target.device)
+    start = target.storage_offset() * target.itemsize
+    flat.set_(target.untyped_storage(), start, (nbytes,), (1,))
+    return DeviceSink(flat, ring)
 
 
-def fetch(reader: ExtentReader, base: int, view: torch.Tensor) -> torch.Tensor:
-    """Return a new tensor of the host with the elements of a part of a tensor in the file.
+def fetch(
+    reader: ExtentReader, base: int, view: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """Return a new tensor with the elements of a part of a tensor in the file.
 
-    The strides are those of the view where that costs no memory, else contiguous.
+    The strides are those of the view where that costs no memory, else contiguous; such a tensor is
+    put together on the host.
 
     Raises:
         CorruptCheckpointError: the file changed during the read.
@@ -146,8 +151,8 @@ def fetch(reader: ExtentReader, base: int, view: torch.Tensor) -> torch.Tensor:
     """
     nbytes, span = view.numel() * view.itemsize, _span(view)
     if is_dense(view) or 0 < span <= nbytes:  # each byte once, or some of them several times
-        whole = torch.empty(span // view.itemsize, dtype=view.dtype, device="cpu")
-        reader.read_into([ReadExtent(_first(base, view), span, _host(whole))])
+        whole = torch.empty(span // view.itemsize, dtype=view.dtype, device=device)
+        reader.read_into([ReadExtent(_first(base, view), span, _sink(whole))])
         return whole.as_strided(view.shape, view.stride())
     out = torch.empty(view.shape, dtype=view.dtype, device="cpu")
     runs = list(_runs(base, view, out))
@@ -155,7 +160,7 @@ def fetch(reader: ExtentReader, base: int, view: torch.Tensor) -> torch.Tensor:
         reader.read_into(runs)
     else:
         read_tensor_into(reader, base, view, out)
-    return out
+    return out.to(device)
 
 
 def read_tensor_into(
@@ -177,7 +182,7 @@ def read_tensor_into(
         return
     if span <= SCATTERED_CHUNK or view.dim() == 0:
         raw = torch.empty(span // view.itemsize, dtype=view.dtype, device="cpu")
-        reader.read_into([ReadExtent(_first(base, view), span, _host(raw))])
+        reader.read_into([ReadExtent(_first(base, view), span, _sink(raw))])
         found = resolved(raw.as_strided(view.shape, view.stride()), pending)
         if target.is_neg():
             target.copy_(found)
@@ -207,10 +212,6 @@ def resolved(tensor: torch.Tensor, pending: tuple[str, ...]) -> torch.Tensor:
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view that can be copied: some dtypes have no kernel for it."""
     return tensor if tensor.is_complex() else tensor.view(_INTEGERS[tensor.itemsize])
-
-
-def _host(tensor: torch.Tensor) -> HostSink:
-    return HostSink(tensor.data_ptr(), tensor.numel() * tensor.itemsize, tensor)
 
 
 def _runs(base: int, view: torch.Tensor, out: torch.Tensor) -> Iterator[ReadExtent]:

@@ -20,7 +20,6 @@ class TargetFormat(str, Enum):
     """Containers that can be written."""
 
     zip = "zip"
-    legacy = "legacy"
     safetensors = "safetensors"
     dcp = "dcp"
 

@@ -107,7 +107,6 @@ SHORT_LOAD = 4096 * MiB  # cycles of other threads may wait for collection as lo
 CONTIGUOUS_RUN = 64 * KiB  # of a tensor's part; from here on it is read by itself
 SCATTERED_CHUNK = 32 * MiB  # memory for the parts of a scattered tensor
 STREAM_CHUNK = 256 * KiB  # a pickle is read in pieces of this size
-INFLATE_CHUNK = 1 * MiB
 
 # -- huge pages ------------------------------------------------------------------------------------
 

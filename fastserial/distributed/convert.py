@@ -7,16 +7,14 @@ from typing import Literal
 
 from fastserial.checkpoints.convert import Converted, container_of, write_source
 from fastserial.checkpoints.mapped_source import ConvertSource, open_source
-from fastserial.checkpoints.rank_folder import ranks_of_items
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.errors import CheckpointFileError, ConvertError
 from fastserial.formats.container import is_dcp_folder
-from fastserial.patching.install import patched
 
 __all__ = ["Container", "Converted", "convert"]
 
-Container = Literal["zip", "legacy", "safetensors", "dcp"]
+Container = Literal["zip", "safetensors", "dcp"]
 
 
 def convert(
@@ -54,8 +52,7 @@ def convert(
 
     Raises:
         ConvertError: a pickle needs more than `weights_only` allows, something in it cannot be
-            represented in the other container (names the entry), or the source is a folder with a
-            file for each rank.
+            represented in the other container (names the entry).
         CorruptCheckpointError: the source is damaged.
         UnreadableCheckpointError: the source is no checkpoint.
         WriteError: the target cannot be written; what was there is intact.
@@ -63,16 +60,7 @@ def convert(
     """
     name, path = os.fspath(source), os.fspath(target)
     is_dcp = is_dcp_folder(name)
-    if ranks_of_items(name):
-        raise ConvertError(
-            f"{name}: it has a file for each rank, such as those of torch_checkpointing: convert "
-            "one of them, or put them together by distributed.save in a job of as many ranks"
-        )
     container = container_of(path, to, shard_nbytes)
-    if is_dcp and container == "legacy" and patched("_legacy_save") is None:
-        raise ConvertError(
-            "this torch has no patch: convert the folder to a zip first, then to legacy"
-        )
     if verify and is_dcp:
         refuse_damaged(name, config=config)
     folders = is_dcp or container == "dcp"

@@ -249,7 +249,7 @@ def test_a_whole_archive_that_is_no_checkpoint(save: Any, tmp_path: Path) -> Non
     path = tmp_path / "x.npz"
     save(path, a=np.arange(3000), b=np.zeros(3))
     report = verify(path, SMALL)
-    assert (report.status, report.problems) == ("unreadable", ())
+    assert (report.status, report.problems) == ("unreadable", [])
     assert any("whole archive, but no checkpoint" in note for note in report.notes)
     assert report.checked_bytes
     report = verify(spoiled(path), SMALL)

@@ -29,7 +29,7 @@ from fastserial.errors import (
     WriteError,
 )
 
-TORCH_CONTAINERS: tuple[Container, ...] = ("zip", "legacy")
+FORMATS = ("zip", "legacy")
 SMALL = [
     (case, fmt)
     for case in CASES.values()
@@ -47,9 +47,8 @@ def saved(folder: Path, value: Any, fmt: str = "zip", name: str = "source.pt") -
 
 @pytest.mark.parametrize(("case", "fmt"), SMALL, ids=lambda one: getattr(one, "name", one))
 def test_corpus(case: Case, fmt: str, tmp_path: Path) -> None:
-    """What weights_only loads is the same in the other container, and back; or it is refused."""
-    source, middle, back = (tmp_path / name for name in ("source.pt", "middle.pt", "back.pt"))
-    other: Container = "legacy" if fmt == "zip" else "zip"
+    """What weights_only loads is the same in a new zip; all else is refused."""
+    source, target = tmp_path / "source.pt", tmp_path / "target.pt"
     with stock(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         saver(case, fmt, case.build())(source)
@@ -59,27 +58,18 @@ def test_corpus(case: Case, fmt: str, tmp_path: Path) -> None:
             want = None
         if want is None:
             with pytest.raises((ConvertError, CorruptCheckpointError, RuntimeError, TypeError)):
-                convert(source, middle, other)
-            assert not middle.exists()
+                convert(source, target)
+            assert not target.exists()
             return
-        refused = _refusal(source, middle, other)
-        if refused is not None:
-            assert "legacy container" in refused
-            assert "legacy" not in case.loads
-            assert not middle.exists()
-            return
-        assert inspect(middle).format == other
-        assert digest(torch.load(middle, weights_only=True)) == want
-        convert(middle, back, "zip" if fmt == "zip" else "legacy")
-        assert digest(torch.load(back, weights_only=True)) == want
+        convert(source, target)
+        assert inspect(target).format == "zip"
+        assert digest(torch.load(target, weights_only=True)) == want
 
 
-def _refusal(source: Path, target: Path, to: Container) -> str | None:
-    try:
-        convert(source, target, to)
-    except ConvertError as error:
-        return str(error)
-    return None
+def test_the_legacy_format_is_not_written(tmp_path: Path) -> None:
+    source = saved(tmp_path, {"a": torch.ones(3)})
+    with pytest.raises(ConvertError, match=r"does not write 'legacy'.*_use_new_zipfile"):
+        convert(source, tmp_path / "target.pt", "legacy")  # type: ignore[arg-type]
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -101,8 +91,8 @@ def state() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("fmt", TORCH_CONTAINERS)
-def test_to_safetensors_and_back(fmt: Container, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_to_safetensors_and_back(fmt: str, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     value = state()
     source = saved(tmp_path, value, fmt)
@@ -120,7 +110,7 @@ def test_to_safetensors_and_back(fmt: Container, tmp_path: Path) -> None:
         metadata={"format": "pt"},
     )
     assert middle.stat().st_size == (tmp_path / "theirs.safetensors").stat().st_size
-    convert(middle, back, fmt)
+    convert(middle, back)
     with stock():
         again = torch.load(back)
     assert again.keys() == value.keys()
@@ -215,9 +205,8 @@ def test_archives_of_other_kinds_are_refused(tmp_path: Path) -> None:
         archive.writestr("exported/archive_format", "pt2")
         archive.writestr("exported/models/model.json", "{}")
     for name in ("package.pt", "exported.pt2"):
-        for to in TORCH_CONTAINERS:
-            with pytest.raises(ConvertError, match=rf"{name}: .*no data\.pkl"):
-                convert(tmp_path / name, tmp_path / "t", to)
+        with pytest.raises(ConvertError, match=rf"{name}: .*no data\.pkl"):
+            convert(tmp_path / name, tmp_path / "t")
     assert sorted(os.listdir(tmp_path)) == ["exported.pt2", "package.pt"]
 
 
@@ -234,7 +223,7 @@ def test_a_tensor_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
             rest = (0, size, (1, 1, 1), False, collections.OrderedDict())
             return torch._utils._rebuild_tensor_v2, arguments + rest
 
-    for fmt in TORCH_CONTAINERS:
+    for fmt in FORMATS:
         source = saved(tmp_path, {"w": Huge()}, fmt)
         with pytest.raises(ConvertError, match=r"source\.pt: torch cannot make"):
             convert(source, tmp_path / "t.pt")
@@ -287,10 +276,10 @@ def test_torchscript_is_refused(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         torch.jit.save(torch.jit.script(torch.nn.Linear(3, 3)), source)
     with pytest.raises(ConvertError, match="TorchScript"):
-        convert(source, tmp_path / "t.pt", "legacy")
+        convert(source, tmp_path / "t.pt")
 
 
-@pytest.mark.parametrize("to", ["zip", "legacy", "safetensors"])
+@pytest.mark.parametrize("to", ["zip", "safetensors"])
 def test_memory(to: Container, tmp_path: Path) -> None:
     """Streaming: the peak of resident memory does not follow the checkpoint's size."""
     source = saved(tmp_path, {"x": noise(160 * MIB), "y": noise(30 * MIB).view(-1, 30).t()}, "zip")

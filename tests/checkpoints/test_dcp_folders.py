@@ -221,12 +221,11 @@ def test_what_is_in_a_folder(who: str, tmp_path: Path) -> None:
 def test_to_one_file_and_back(who: str, tmp_path: Path) -> None:
     state = a_state()
     save(state, tmp_path / "folder", who)
-    for to in ("zip", "legacy"):
-        done = convert(tmp_path / "folder", tmp_path / f"{to}.pt", to, verify=True)  # type: ignore[arg-type]
-        assert done.nbytes == (tmp_path / f"{to}.pt").stat().st_size
-        found = torch.load(tmp_path / f"{to}.pt", weights_only=True)
-        assert_same(found, state)
-        assert found["model"]["turned"].stride() == state["model"]["turned"].stride()
+    done = convert(tmp_path / "folder", tmp_path / "zip.pt", verify=True)
+    assert done.nbytes == (tmp_path / "zip.pt").stat().st_size
+    found = torch.load(tmp_path / "zip.pt", weights_only=True)
+    assert_same(found, state)
+    assert found["model"]["turned"].stride() == state["model"]["turned"].stride()
     assert verify(tmp_path / "zip.pt").status == "ok"
     target = tmp_path / "new dcp"
     convert(tmp_path / "zip.pt", target, "dcp")

@@ -12,15 +12,14 @@ from dataclasses import replace
 from time import perf_counter
 
 from fastserial.checkpoints.verify.checksums import FilePart
-from fastserial.checkpoints.verify.file_list import FILE_LIST, is_file_list, verify_file_list
+from fastserial.checkpoints.verify.file_list import is_file_list, verify_file_list
 from fastserial.checkpoints.verify.folder import verify_folder
-from fastserial.checkpoints.verify.report import Findings, Problem, Status, VerifyReport
+from fastserial.checkpoints.verify.report import Problem, VerifyReport
 from fastserial.checkpoints.verify.zip import verify_zip
 from fastserial.config import Config, current
 from fastserial.errors import (
     CorruptCheckpointError,
     PickleLimitError,
-    TruncatedCheckpointError,
     UnreadableCheckpointError,
 )
 from fastserial.files.caching import cached_fraction
@@ -58,8 +57,7 @@ def verify(
 
     Legacy and safetensors files have no checksums: only their structure is checked, and the report
     says so. In a folder of torch.distributed.checkpoint every item of every file is checked. The
-    files that a list names (an index of shards, `fastserial_complete.json`, torch_checkpointing's
-    `metadata.pkl`) must exist.
+    files that a list names (an index of shards, `fastserial_complete.json`) must exist.
 
     Args:
         path: the file, or the folder.
@@ -76,94 +74,71 @@ def verify(
 def _verify(name: str, opened: int | None, settings: Config, cold: bool = False) -> VerifyReport:
     """Check a checkpoint, by its descriptor if it is open."""
     began = perf_counter()
-    findings = Findings()
+    report = VerifyReport(name)
+    reason, changed = None, False
     try:
         with Descriptors() as files:
             if cold:
-                settings, findings.reason = replace(settings, direct=True), _evict(name)
+                settings, reason = replace(settings, direct=True), _evict(name)
             fd = opened
             if fd is None:
                 fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
             before = os.fstat(fd)
-            findings.nbytes, seen = before.st_size, stamp(fd, before)
+            report.bytes, seen = before.st_size, stamp(fd, before)
             found = detect(fd, name)
             if found is Format.DCP:
-                verify_folder(name, settings, findings)
+                changed = verify_folder(name, settings, report)
             else:
-                _verify_file(fd, name, found, settings, findings)
-                findings.changed = found is not Format.FOLDER and not seen.holds_for(fd)
+                _verify_file(fd, name, found, settings, report)
+                changed = found is not Format.FOLDER and not seen.holds_for(fd)
     except CorruptCheckpointError as error:
-        findings.add(Problem("truncated", error.message, error.record, error.offset))
+        report.add_error(error)
     except (PickleLimitError, UnreadableCheckpointError) as error:
-        findings.reason = str(error)
+        reason = str(error)
     except OSError as error:
-        findings.reason = error.strerror or str(error)
-    status: Status = "damaged" if findings.found else "ok"
-    if findings.changed:
-        status, findings.reason = "unreadable", "it changed while it was read: verify it again"
-    if findings.reason is not None:
-        status = "unreadable" if status == "ok" else status
-        findings.note(findings.reason)
-    return VerifyReport(
-        path=name,
-        status=status,
-        format=findings.format,
-        bytes=findings.nbytes,
-        seconds=perf_counter() - began,
-        records=findings.records,
-        checked_bytes=findings.checked_bytes,
-        unchecked=findings.unchecked,
-        problems=tuple(findings.problems),
-        found=findings.found,
-        notes=tuple(findings.notes),
-    )
+        reason = error.strerror or str(error)
+    if changed:
+        report.status, reason = "unreadable", "it changed while it was read: verify it again"
+    if reason is not None:
+        report.undecided(reason)
+    report.seconds = perf_counter() - began
+    return report
 
 
-def _verify_file(fd: int, name: str, found: Format, settings: Config, findings: Findings) -> None:
+def _verify_file(fd: int, name: str, found: Format, settings: Config, report: VerifyReport) -> None:
     if found in (Format.ZIP, Format.DAMAGED_ZIP):
-        verify_zip(FilePart(fd, name, settings), findings)
+        verify_zip(FilePart(fd, name, settings), report)
     elif found in (Format.LEGACY, Format.SAFETENSORS):
-        findings.format = found.value
-        findings.note(f"{found.value} files have no checksums: structure only")
-        _verify_structure(fd, found, findings)
+        report.format = found.value
+        report.notes.append(f"{found.value} files have no checksums: structure only")
+        _verify_structure(fd, found, report)
     elif found is Format.OTHER and is_file_list(name):
-        findings.format = FILE_LIST
-        findings.records = verify_file_list(fd, name, findings)
+        verify_file_list(fd, name, report)
     else:
-        findings.reason = _REASONS.get(found, found.value)
+        report.undecided(_REASONS.get(found, found.value))
 
 
-def _verify_structure(fd: int, found: Format, findings: Findings) -> None:
+def _verify_structure(fd: int, found: Format, report: VerifyReport) -> None:
     """Check sections, shapes, offsets and sizes of a legacy or safetensors file.
 
     Raises:
+        CorruptCheckpointError: it is damaged.
         UnreadableCheckpointError: its pickles have opcodes that are not read.
         PickleLimitError: they are larger than the limits.
         OSError: the file cannot be read.
     """
     source = DescriptorSource(fd)
-    try:
-        if found is Format.SAFETENSORS:
-            findings.records = len(SafetensorsContainer(source).outline.storages)
-            return
-        container = LegacyContainer(source)
-        outline = container.outline
-    except TruncatedCheckpointError as error:
-        findings.add(Problem("truncated", error.message, error.record, error.offset))
+    if found is Format.SAFETENSORS:
+        report.records = len(SafetensorsContainer(source).outline.storages)
         return
-    except CorruptCheckpointError as error:
-        kind = (
-            "directory" if found is Format.SAFETENSORS else "storage" if error.record else "pickle"
-        )
-        findings.add(Problem(kind, error.message, error.record, error.offset))
-        return
-    for key, text in outline.problems.items():
-        findings.add(Problem("pickle", f"tensor {key or '(root)'}: {text}"))
+    container = LegacyContainer(source)
+    for key, text in container.outline.problems.items():
+        report.add(Problem("pickle", f"tensor {key or '(root)'}: {text}"))
     end = container.file.end
     if end != source.size:
         text = f"{source.size - end} bytes follow the last storage"
-        findings.add(Problem("unaccounted", text, None, end))
-    findings.records = len(outline.storages)
+        report.add(Problem("unaccounted", text, None, end))
+    report.records = len(container.outline.storages)
 
 
 def refuse_damaged(

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 
 from fastserial.checkpoints.verify.checksums import FilePart
-from fastserial.checkpoints.verify.report import Findings, Problem
+from fastserial.checkpoints.verify.report import Problem, VerifyReport
 from fastserial.checkpoints.verify.zip import verify_zip
 from fastserial.checksums import crc_mismatch
 from fastserial.config import Config
-from fastserial.errors import (
-    CorruptCheckpointError,
-    TruncatedCheckpointError,
-    UnreadableCheckpointError,
-)
+from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.container import FolderContainer, ZipContainer
 from fastserial.formats.dcp import Item, Metadata
 from fastserial.formats.zip.structs import END, END_SIGNATURE, LOCAL_SIGNATURE
 from fastserial.interrupts import Descriptors
-from fastserial.progress import ProgressBar, progress_bar
+from fastserial.progress import progress_bar
 
 __all__ = ["verify_folder"]
 
@@ -36,8 +32,11 @@ _OTHER_DTYPE = (
 )
 
 
-def verify_folder(path: str, config: Config, findings: Findings) -> None:
+def verify_folder(path: str, config: Config, report: VerifyReport) -> bool:
     """Check the metadata, and the CRC-32 and the structure of all items.
+
+    Returns:
+        Whether another checkpoint was completed there meanwhile.
 
     Raises:
         OSError: the folder cannot be read.
@@ -45,28 +44,28 @@ def verify_folder(path: str, config: Config, findings: Findings) -> None:
     """
     folder = FolderContainer(path)
     before = _versions(folder)
-    findings.nbytes = folder.nbytes
+    report.bytes = folder.nbytes
     if not folder.metadata_files:
-        findings.add(Problem("missing", "there is none: the save was not completed", ".metadata"))
-        return
+        report.add(Problem("missing", "there is none: the save was not completed", ".metadata"))
+        return False
     needed: set[str] = set()
     for name in folder.metadata_files:
         try:
             metadata = folder.read_metadata(name)
         except CorruptCheckpointError as error:
-            findings.add(Problem("directory", error.message, file=name))
+            report.add(Problem("directory", error.message, file=name))
             continue
         except UnreadableCheckpointError as error:
-            findings.reason = f"{name}: {error.message}"
+            report.undecided(f"{name}: {error.message}")
             continue
-        findings.format = folder.format
-        _check_metadata(metadata, name, findings)
-        needed |= _ItemChecks(path, config, findings).check(metadata.items)
+        report.format = folder.format
+        _check_metadata(metadata, name, report)
+        needed |= _ItemChecks(path, config, report).check(metadata.items)
     spare = [name for name in folder.shards if name not in needed]
-    if spare and findings.format is not None:
+    if spare and report.format is not None:
         shown = ", ".join(spare[:_SHOWN]) + (", ..." if len(spare) > _SHOWN else "")
-        findings.note(f"{len(spare)} files belong to no checkpoint that torch loads: {shown}")
-    findings.changed = _versions(folder) != before
+        report.notes.append(f"{len(spare)} files belong to no checkpoint that torch loads: {shown}")
+    return _versions(folder) != before
 
 
 def _versions(folder: FolderContainer) -> list[tuple[int, int] | None]:
@@ -82,84 +81,81 @@ def _versions(folder: FolderContainer) -> list[tuple[int, int] | None]:
     return found
 
 
-def _check_metadata(metadata: Metadata, name: str, findings: Findings) -> None:
+def _check_metadata(metadata: Metadata, name: str, report: VerifyReport) -> None:
     """Check that all chunks have a location, and that they cover their tensors."""
     for item in metadata.missing:
-        findings.add(Problem("missing", "the metadata has no location for it", item, file=name))
+        report.add(Problem("missing", "the metadata has no location for it", item, file=name))
     for key, stored in metadata.tensors.items():
         held = sum(prod(chunk.sizes) for chunk in stored.chunks)
         if held != prod(stored.shape):
             text = f"its chunks have {held} elements, the tensor {prod(stored.shape)}"
-            findings.add(Problem("missing", text, key, None, (key,), name))
+            report.add(Problem("missing", text, key, None, (key,), name))
     if not metadata.ours:
-        findings.note(f"{name} has no checksum: fastserial did not write it")
+        report.notes.append(f"{name} has no checksum: fastserial did not write it")
 
 
-@dataclass(slots=True)
 class _ItemChecks:
-    """Checks the items of a metadata file; `counts` says how often each note applies."""
+    """Checks the items of a metadata file, and counts the items that have a note in common."""
 
-    path: str
-    config: Config
-    findings: Findings
-    counts: Counter[str] = field(default_factory=Counter)
+    def __init__(self, path: str, config: Config, report: VerifyReport) -> None:
+        self._path = path
+        self._bar = progress_bar(config.progress, path)
+        self._config = replace(config, progress=False)  # all items have one bar
+        self._report = report
+        self._counts: Counter[str] = Counter()
 
     def check(self, items: list[Item]) -> set[str]:
         """Check all items; return the names of their files."""
         files: dict[str, list[Item]] = {}
         for item in items:
             files.setdefault(item.file, []).append(item)
-        bar = progress_bar(self.config.progress, self.path)
-        bar.expect(sum(item.length for item in items))
+        self._bar.expect(sum(item.length for item in items))
         try:
             for name, inside in sorted(files.items()):
-                self.findings.records += len(inside)
-                self._check_file(name, sorted(inside, key=lambda item: item.offset), bar)
+                self._report.records += len(inside)
+                self._check_file(name, sorted(inside, key=lambda item: item.offset))
         finally:
-            bar.close()
+            self._bar.close()
         for text in (_EXTENDED, _BARE, _OTHER_DTYPE):
-            if self.counts[text]:
-                self.findings.note(f"{self.counts[text]} {text}")
-        self.findings.unchecked += self.counts[_EXTENDED] + self.counts[_BARE]
+            if self._counts[text]:
+                self._report.notes.append(f"{self._counts[text]} {text}")
+        self._report.unchecked += self._counts[_EXTENDED] + self._counts[_BARE]
         return set(files)
 
-    def _check_file(self, name: str, items: list[Item], bar: ProgressBar) -> None:
-        add = self.findings.add
+    def _check_file(self, name: str, items: list[Item]) -> None:
         if os.path.basename(name) != name:
             text = "the metadata names a file outside of the folder"
-            add(Problem("directory", text, file=name))
+            self._report.add(Problem("directory", text, file=name))
             return
         try:
             with Descriptors() as opened:
-                fd = opened.open(os.path.join(self.path, name), os.O_RDONLY | os.O_NONBLOCK)
+                fd = opened.open(os.path.join(self._path, name), os.O_RDONLY | os.O_NONBLOCK)
                 size = os.fstat(fd).st_size
                 for item in items:
-                    bar.update(item.length)
+                    self._bar.update(item.length)
                     if item.offset + item.length > size:
                         text = f"the file ends at {size}, before the item does"
                         self._add(item, "truncated", text)
                     elif item.is_extended:
-                        self.counts[_EXTENDED] += 1
+                        self._counts[_EXTENDED] += 1
                     else:
                         self._check_item(fd, item)
         except FileNotFoundError:
             keys = tuple(dict.fromkeys(item.key for item in items))
             text = f"it is not there, and {len(items)} items are in it"
-            add(Problem("missing", text, None, None, keys, name))
+            self._report.add(Problem("missing", text, None, None, keys, name))
+        except CorruptCheckpointError as error:
+            self._report.add(Problem("truncated", error.message, file=name))
         except OSError as error:
-            add(Problem("read", f"it cannot be read: {error.strerror}", file=name))
+            text = f"it cannot be read: {error.strerror}"
+            self._report.add(Problem("read", text, file=name))
 
     def _add(self, item: Item, kind: str, message: str, offset: int = 0) -> None:
         where = item.offset + offset
-        self.findings.add(Problem(kind, message, item.name, where, (item.key,), item.file))
+        self._report.add(Problem(kind, message, item.name, where, (item.key,), item.file))
 
     def _check_item(self, fd: int, item: Item) -> None:
-        config = replace(self.config, progress=False)  # all items have one bar
-        try:
-            held = FilePart(fd, item.file, config, item.offset, item.length)
-        except TruncatedCheckpointError:
-            self._add(item, "truncated", "the file became shorter")
-            return
+        held = FilePart(fd, item.file, self._config, item.offset, item.length)
         last = max(0, item.length - END.size)
         head = held.source.read_at(0, min(len(LOCAL_SIGNATURE), item.length))
         tail = held.source.read_at(last, item.length - last)
@@ -176,7 +172,7 @@ class _ItemChecks:
         known = item.known
         has_unknown_dtype = item.chunk is not None and item.nbytes is None
         if known is None or known.crc is None or has_unknown_dtype:
-            self.counts[_BARE] += 1
+            self._counts[_BARE] += 1
             return
         length = item.length if item.nbytes is None or known.start is None else item.nbytes
         start = known.start or 0
@@ -187,37 +183,36 @@ class _ItemChecks:
         if isinstance(crc, OSError):
             self._add(item, "read", f"cannot be read: {crc.strerror}", start)
             return
-        self.findings.checked_bytes += length
-        mismatch = crc_mismatch(crc, known.crc)
-        if mismatch is not None:
-            self._add(item, "checksum", f"damaged: {mismatch}", start)
+        self._report.checked_bytes += length
+        self._compare_crc(item, "damaged", crc, known.crc, start)
 
     def _check_archive(self, held: FilePart, item: Item) -> None:
         """Check an item that is an archive of `torch.save`."""
-        found = Findings()
+        found = VerifyReport(item.name)
         try:
             verify_zip(held, found)
-            if found.reason is None and not found.found:
+            if found.ok:
                 self._compare(held, item)
         except CorruptCheckpointError as error:
-            found.add(Problem("directory", error.message, error.record, error.offset))
+            found.add_error(error)
         except UnreadableCheckpointError as error:
-            found.reason = str(error)
-        if found.reason is not None:
-            self.findings.reason = f"{item.name}: {found.reason}"
+            found.undecided(str(error))
+        if found.status == "unreadable":
+            self._report.undecided(f"{item.name}: {found.notes[-1]}")
         for problem in found.problems:
             where = f"{problem.record}: " if problem.record else ""
             self._add(item, problem.kind, where + problem.message, problem.offset or 0)
-        self.findings.checked_bytes += found.checked_bytes
+        self._report.checked_bytes += found.checked_bytes
         if found.unchecked and not found.found:
-            self.counts[_BARE] += 1
+            self._counts[_BARE] += 1
 
     def _compare(self, held: FilePart, item: Item) -> None:
         """Compare a whole archive with what the metadata says of it."""
         crc = item.known.crc if item.known is not None else None
         if item.chunk is None:
-            found = held.checksums([(0, held.source.size)])[0] if crc is not None else crc
-            self._compare_crc(item, None if isinstance(found, OSError) else found, crc)
+            if crc is not None:
+                (found,) = held.checksums([(0, item.length)])
+                self._compare_crc(item, _OF_ANOTHER, found, crc)
             return
         outline = ZipContainer(held.source).outline
         if outline.notes or [tensor.key for tensor in outline.tensors] != [""]:
@@ -226,17 +221,19 @@ class _ItemChecks:
         if tensor.shape == item.chunk.sizes and tensor.dtype == item.dtype:
             storage = outline.storages.get(tensor.storage or "")
             if storage is not None and storage.crc is not None and crc and item.nbytes:
-                self._compare_crc(item, storage.crc, crc)
+                self._compare_crc(item, _OF_ANOTHER, storage.crc, crc)
         elif tensor.shape == item.chunk.sizes and _is_self_describing(item):
-            self.counts[_OTHER_DTYPE] += 1
+            self._counts[_OTHER_DTYPE] += 1
         else:
             text = f"a {tensor.dtype} {list(tensor.shape)}, the metadata says {item.dtype}"
             self._add(item, "storage", f"{_OF_ANOTHER}: {text} {list(item.chunk.sizes)}")
 
-    def _compare_crc(self, item: Item, found: int | None, expected: int | None) -> None:
-        mismatch = crc_mismatch(found, expected) if expected is not None else None
+    def _compare_crc(
+        self, item: Item, what: str, found: int | OSError | None, expected: int, start: int = 0
+    ) -> None:
+        mismatch = crc_mismatch(None if isinstance(found, OSError) else found, expected)
         if mismatch is not None:
-            self._add(item, "checksum", f"{_OF_ANOTHER}: {mismatch}")
+            self._add(item, "checksum", f"{what}: {mismatch}", start)
 
 
 def _is_self_describing(item: Item) -> bool:

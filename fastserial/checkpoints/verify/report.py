@@ -1,13 +1,14 @@
-"""The results of a verification."""
+"""The result of a verification."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fastserial.errors import CorruptCheckpointError, TruncatedCheckpointError
 from fastserial.printable import BoundedRepr
 
-__all__ = ["Findings", "Problem", "Status", "VerifyReport"]
+__all__ = ["Problem", "Status", "VerifyReport"]
 
 Status = Literal["ok", "damaged", "unreadable"]
 _MOST = 1000
@@ -18,8 +19,8 @@ class Problem(BoundedRepr):
     """One problem of a checkpoint.
 
     Attributes:
-        kind: `checksum`, `header`, `descriptor`, `directory`, `id`, `pickle`, `storage`,
-            `truncated`, `unaccounted`, `missing` or `read`.
+        kind: `checksum`, `header`, `descriptor`, `directory`, `pickle`, `storage`, `truncated`,
+            `unaccounted`, `missing` or `read`.
         message: what, in a sentence.
         record: the record (zip), storage (legacy) or item (DCP), None if it is the container.
         offset: where in the file (bytes), None where unknown.
@@ -35,45 +36,7 @@ class Problem(BoundedRepr):
     file: str | None = None
 
 
-@dataclass(slots=True)
-class Findings:
-    """Results so far while a checkpoint is verified; the first thousand problems are kept.
-
-    Attributes:
-        problems, notes: what is wrong, and what is worth mentioning but no damage.
-        found: how many problems there were.
-        format: such as `zip`, None if it is not known.
-        records: how many records, storages, tensors, items or files there are.
-        checked_bytes: bytes whose CRC-32 was compared, also where it differs.
-        unchecked: records or items without one.
-        nbytes: of the file, or of all files of a folder.
-        changed: it was written to, or another checkpoint was completed meanwhile.
-        reason: why it cannot be decided whether it is whole, None if it can.
-    """
-
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    found: int = 0
-    format: str | None = None
-    records: int = 0
-    checked_bytes: int = 0
-    unchecked: int = 0
-    nbytes: int = 0
-    changed: bool = False
-    reason: str | None = None
-
-    def add(self, problem: Problem) -> None:
-        """Add a problem."""
-        self.found += 1
-        if len(self.problems) < _MOST:
-            self.problems.append(problem)
-
-    def note(self, text: str) -> None:
-        """Add something worth mentioning that is no damage."""
-        self.notes.append(text)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(slots=True, repr=False)
 class VerifyReport(BoundedRepr):
     """The verification of one checkpoint.
 
@@ -95,18 +58,37 @@ class VerifyReport(BoundedRepr):
     """
 
     path: str
-    status: Status
-    format: str | None
-    bytes: int
-    seconds: float
+    status: Status = "ok"
+    format: str | None = None
+    bytes: int = 0
+    seconds: float = 0.0
     records: int = 0
     checked_bytes: int = 0
     unchecked: int = 0
-    problems: tuple[Problem, ...] = ()
+    problems: list[Problem] = field(default_factory=list)
     found: int = 0
-    notes: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         """Whether the file was checked and is whole."""
         return self.status == "ok"
+
+    def add(self, problem: Problem) -> None:
+        """Add a problem."""
+        self.status = "damaged"
+        self.found += 1
+        if len(self.problems) < _MOST:
+            self.problems.append(problem)
+
+    def add_error(self, error: CorruptCheckpointError) -> None:
+        """Add what a parser refused as a problem."""
+        kind = "storage" if self.format == "legacy" and error.record else "directory"
+        kind = "truncated" if isinstance(error, TruncatedCheckpointError) else kind
+        self.add(Problem(kind, error.message, error.record, error.offset))
+
+    def undecided(self, reason: str) -> None:
+        """Note why it cannot be decided whether the rest is whole."""
+        if self.status == "ok":
+            self.status = "unreadable"
+        self.notes.append(reason)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import io
 import pickletools
 import re
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
 from fastserial.checkpoints.verify.checksums import FilePart
-from fastserial.checkpoints.verify.report import Findings, Problem
+from fastserial.checkpoints.verify.report import Problem, VerifyReport
 from fastserial.checksums import crc32, crc_mismatch
-from fastserial.config.performance import INFLATE_CHUNK
 from fastserial.errors import (
     CheckpointFileError,
     CorruptCheckpointError,
     PickleLimitError,
-    TruncatedCheckpointError,
     UnreadableCheckpointError,
 )
 from fastserial.formats.source import Source
@@ -30,13 +28,11 @@ from fastserial.formats.zip.directory import (
     parse_local_header,
     read_directory,
 )
-from fastserial.formats.zip.layout import ID_RECORD, fold
 from fastserial.formats.zip.records import PICKLE, is_part, read_record
 from fastserial.formats.zip.structs import DEFLATED, FIELD, LOCAL, U16, U32, UTF8
 
 __all__ = ["verify_zip"]
 
-_HEAD = 8  # bytes of a record that may resemble a data descriptor
 _PLAIN = (0, 0, 0, 0, 0, 0, 0)
 _IS_FOLDER = 0x10  # in the external attributes
 _DEFLATED = (0, 20, 0, 0, 0, 0, 0)  # the code in a TorchScript archive
@@ -44,90 +40,95 @@ _DEFLATED = (0, 20, 0, 0, 0, 0, 0)  # the code in a TorchScript archive
 _LONGEST_GAP = structs.DESCRIPTOR64.size + LOCAL.size + 2 * U16
 _STORAGE = re.compile(r"data/\d+")
 _VERSIONS = ("version", ".data/version")
-_PACKAGE = frozenset({".data/extern_modules", ".data/python_version"})
-_EXPORTED = frozenset({"archive_format", "serialized_exported_program.json"})
+# Records of archives of torch that are no checkpoints, and what reads these.
+_OTHERS = {
+    ".data/extern_modules": "torch.package.PackageImporter",
+    ".data/python_version": "torch.package.PackageImporter",
+    "archive_format": "torch.export.load",
+    "serialized_exported_program.json": "torch.export.load",
+}
 _MOST_VERSION = 64
-_MOST_PICKLE = 256 * 1024 * 1024
+_MOST_PICKLE = _MOST_INFLATED = 256 * 1024 * 1024
 
 
-def verify_zip(archive: FilePart, findings: Findings) -> None:
+def verify_zip(archive: FilePart, report: VerifyReport) -> None:
     """Check every record's CRC-32 and the whole structure of a zip archive.
 
     Raises:
         TruncatedCheckpointError: the file becomes shorter.
         OSError: the file's directory cannot be read.
     """
-    source, findings.format = archive.source, "zip"
+    source, report.format = archive.source, "zip"
     try:
         directory = read_directory(source, headers=False)
-        torch_made = _is_torch_made(source, directory)
+        torch_made = _is_torch_made(directory)
         if not torch_made:
             directory = read_directory(source)
     except UnreadableCheckpointError as error:  # it may be whole: that cannot be decided
-        findings.reason = error.message
+        report.undecided(error.message)
         return
     except CorruptCheckpointError as error:
-        kind = "truncated" if isinstance(error, TruncatedCheckpointError) else "directory"
-        findings.add(Problem(kind, error.message, error.record, error.offset))
+        report.add_error(error)
         return
     records = directory.in_file_order()
-    findings.records = len(records)
+    report.records = len(records)
     crcs = archive.checksums([(record.data_offset, record.compressed_size) for record in records])
     check = _compare_with_torch if torch_made else _check_loosely
     problems = list(check(source, directory))
-    id_problem = _check_id(source, records) if torch_made else None
-    if torch_made and directory.end.trailing:
-        findings.note(f"{directory.end.trailing} bytes after the end of the archive")
-    outline = _outline(source, directory, findings)
+    outline = _outline(source, directory, report)
     for record, stored in zip(records, crcs, strict=True):
-        crc = _inflated_crc(source, record) if record.method == DEFLATED else stored
-        problems += _check_record(record, crc, id_problem is None, findings)
+        deflated = record.method == DEFLATED and _can_be_checked(record)
+        crc = _inflated_crc(source, record) if deflated else stored
+        problems += _check_record(record, crc, report)
     problems.sort(key=lambda problem: problem.offset or 0)
     for problem in problems:
-        findings.add(_with_tensors(problem, outline))
-    if id_problem is not None:
-        findings.add(id_problem)
+        report.add(_with_tensors(problem, outline))
     if outline is not None and not any(problem.record == PICKLE for problem in problems):
-        _check_storages(outline, findings)
-    _check_names(directory, findings)
-    findings.reason = _check_purpose(source, directory, findings) or findings.reason
-    closed = sum(not record.is_readable for record in records)
+        _check_storages(outline, report)
+    _check_names(directory, report)
+    _check_purpose(source, directory, report)
+    closed = sum(not _can_be_checked(record) for record in records)
     if closed:
-        findings.note(
-            f"{closed} records are encrypted, or compressed with an unknown method: not checked"
+        report.notes.append(
+            f"{closed} records are encrypted, or compressed (with an unknown method, or more than "
+            "256 MiB): not checked"
         )
-    if findings.unchecked > closed:
-        without = findings.unchecked - closed
-        findings.note(f"{without} records were saved without checksums: structure only")
+    if report.unchecked > closed:
+        without = report.unchecked - closed
+        report.notes.append(f"{without} records were saved without checksums: structure only")
     if not torch_made:
-        findings.note("not laid out by torch: only the records were checked")
+        report.notes.append("not laid out by torch: only the records were checked")
+    elif directory.end.trailing:
+        report.notes.append(f"{directory.end.trailing} bytes after the end of the archive")
 
 
 def _check_record(
-    record: RecordEntry, crc: int | OSError | None, has_id: bool, findings: Findings
+    record: RecordEntry, crc: int | OSError | None, report: VerifyReport
 ) -> Iterator[Problem]:
     """Compare and count the CRC-32 of a record.
 
+    A plain record whose CRC-32 is 0 was saved without one: the comparison of its data descriptor
+    with the directory shows that no damage made it 0.
+
     Args:
         crc: of its bytes, or the error that prevented reading them.
-        has_id: the serialization id is right, or missing: it proves that a record has no checksum.
-        findings: gets the counts.
+        report: gets the counts.
     """
     if not (record.size or record.compressed_size):
         return
-    if not record.is_readable:
-        findings.unchecked += 1
+    if not _can_be_checked(record):
+        report.unchecked += 1
         return
     if isinstance(crc, OSError):
         text = f"cannot be read: {crc.strerror}"
         yield Problem("read", text, record.name, record.data_offset)
         return
     mismatch = crc_mismatch(crc, record.crc)
-    if mismatch is not None and crc is not None and not record.crc and has_id and _is_plain(record):
-        findings.unchecked += 1
+    if mismatch is not None and crc is not None and not record.crc and _is_plain(record):
+        report.unchecked += 1
         return
     if crc is not None:
-        findings.checked_bytes += record.size
+        report.checked_bytes += record.size
     if mismatch is not None:
         text = f"its {record.size} bytes are damaged: {mismatch}"
         yield Problem("checksum", text, record.name, record.data_offset)
@@ -137,56 +138,26 @@ def _with_tensors(problem: Problem, outline: Outline | None) -> Problem:
     if outline is None or problem.record is None or not problem.record.startswith("data/"):
         return problem
     users = outline.users.get(problem.record.removeprefix("data/"), [])
-    return Problem(problem.kind, problem.message, problem.record, problem.offset, tuple(users))
+    return replace(problem, tensors=tuple(users))
 
 
-def _check_id(source: Source, records: Sequence[RecordEntry]) -> Problem | None:
-    """Compare the serialization id, which torch derives from all CRCs, with the directory's CRCs.
-
-    Args:
-        records: in the order of the file.
-    """
-    record = next((record for record in records if record.name == ID_RECORD), None)
-    if record is None or record.size != 40:
-        return Problem("id", "there is no serialization id") if record is not None else None
-    text = source.read_at(record.data_offset, record.size)
-    if text[20:] == _expected_id(records, {}).encode():
-        return None
-    heads = {  # data that begins like a descriptor changes the id
-        index: source.read_at(one.data_offset, _HEAD)
-        for index, one in enumerate(records)
-        if one.compressed_size >= _HEAD
-    }
-    if text[20:] == _expected_id(records, heads).encode():
-        return None
-    return Problem(
-        "id",
-        "the serialization id does not match the checksums: records were changed after torch "
-        "wrote the file",
-        ID_RECORD,
-        record.data_offset,
-    )
-
-
-def _outline(source: Source, directory: Directory, findings: Findings) -> Outline | None:
+def _outline(source: Source, directory: Directory, report: VerifyReport) -> Outline | None:
     """Return what the pickle describes; a pickle that cannot be parsed is noted, or a problem."""
     try:
         outline = zip_outline(source, directory)
     except (CheckpointFileError, PickleLimitError) as error:
         record = directory.find(PICKLE)
         if record is not None and not _is_whole_pickle(source, record):
-            findings.add(
-                Problem("pickle", "it is cut short, or damaged", PICKLE, record.data_offset)
-            )
+            report.add(Problem("pickle", "it is cut short, or damaged", PICKLE, record.data_offset))
         else:
-            findings.note(f"the tensors' keys are not known: {error}")
+            report.notes.append(f"the tensors' keys are not known: {error}")
         return None
     if outline is not None and outline.notes:
-        findings.note(outline.notes[0])
+        report.notes.append(outline.notes[0])
     return outline
 
 
-def _check_names(directory: Directory, findings: Findings) -> None:
+def _check_names(directory: Directory, report: VerifyReport) -> None:
     """Find records with one name, as torch compares names: readers use one or another."""
     first: dict[bytes, RecordEntry] = {}
     for record in directory.records:
@@ -195,46 +166,37 @@ def _check_names(directory: Directory, findings: Findings) -> None:
             continue
         if is_part(record.name) or is_part(other.name):
             message = "several records have this name and differ: readers take one or another"
-            findings.add(Problem("directory", message, record.name, record.header_offset))
+            report.add(Problem("directory", message, record.name, record.header_offset))
         else:
-            findings.note(f"several records have the name {record.name}")
+            report.notes.append(f"several records have the name {record.name}")
 
 
-def _check_storages(outline: Outline, findings: Findings) -> None:
+def _check_storages(outline: Outline, report: VerifyReport) -> None:
     """Compare the records' sizes with those of the storages in the pickle."""
     for key, entry in outline.storages.items():
         name, size = f"data/{key}", entry.held
         if entry.record and size >= entry.nbytes:
             if size - entry.nbytes >= ITEM_BYTES[entry.dtype]:  # it grew while it was pickled
-                findings.note(f"{name} has {size} bytes, the pickle says {entry.nbytes}")
+                report.notes.append(f"{name} has {size} bytes, the pickle says {entry.nbytes}")
             continue
         message = "the pickle refers to it, but it is missing"
         if entry.record:
             message = f"has only {size} bytes, the pickle says {entry.nbytes}"
-        findings.add(Problem("storage", message, name, None, tuple(outline.users.get(key, ()))))
+        report.add(Problem("storage", message, name, None, tuple(outline.users.get(key, ()))))
 
 
 def _inflated_crc(source: Source, record: RecordEntry) -> int | OSError | None:
     """Return the CRC-32 of a deflated record, None if it is not well-formed."""
-    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
-    crc, size, at = 0, 0, record.data_offset
-    pending = b""
     try:
-        while size <= record.size and not inflater.eof:
-            if not pending:
-                pending = source.read_at(at, min(INFLATE_CHUNK, record.data_end - at))
-                at += len(pending)
-            data = inflater.decompress(pending, INFLATE_CHUNK)
-            if not data and not pending:
-                return None
-            pending = inflater.unconsumed_tail
-            crc = crc32(data, crc)
-            size += len(data)
-    except (zlib.error, CorruptCheckpointError):
+        return crc32(read_record(source, record, _MOST_INFLATED))
+    except CorruptCheckpointError:
         return None
     except OSError as error:
         return error
-    return crc if size == record.size and inflater.eof else None
+
+
+def _can_be_checked(record: RecordEntry) -> bool:
+    return record.is_readable and (record.method != DEFLATED or record.size <= _MOST_INFLATED)
 
 
 def _is_plain(record: RecordEntry) -> bool:
@@ -250,49 +212,15 @@ def _flags(record: RecordEntry) -> int:
     return UTF8 | structs.HAS_DESCRIPTOR if record.size else UTF8
 
 
-def _is_torch_made(source: Source, directory: Directory) -> bool:
-    """Return whether torch wrote the archive, and nobody changed it since.
+def _is_torch_made(directory: Directory) -> bool:
+    """Return whether torch wrote the archive, and no other program changed it since.
 
-    Then most entries look like torch's, and no other entry has the date of its local header: such a
-    date is no damage, but the work of another program.
-
-    Raises:
-        OSError: the file cannot be read.
+    Then most entries look like torch's. An entry with both a version and a date is no damaged one,
+    but another program's.
     """
     others = [record for record in directory.records if not _is_plain(record)]
-    if 2 * len(others) >= len(directory.records):
-        return False
-    return not any(_is_dated(source, record) for record in others)
-
-
-def _is_dated(source: Source, record: RecordEntry) -> bool:
-    when = record.stamp[2:4]
-    if not any(when):
-        return False
-    length = LOCAL.size + len(record.full_name)
-    try:
-        header = parse_local_header(source.read_at(record.header_offset, length), record.name)
-    except CorruptCheckpointError:
-        return False
-    return header.name == record.full_name and header.when == when
-
-
-def _expected_id(records: Sequence[RecordEntry], heads: Mapping[int, bytes]) -> str:
-    """Return the second half of the serialization id (20 digits), from the directory's CRCs.
-
-    Args:
-        records: in the order of the file.
-        heads: first 8 bytes of records, by index.
-    """
-    combined = 0
-    for index, record in enumerate(records):
-        if record.size == 0 or record.name == ID_RECORD:
-            continue
-        head = heads.get(index, b"")
-        if head[:4] == structs.DESCRIPTOR_SIGNATURE and len(head) == 8:
-            combined = fold(combined, int.from_bytes(head[4:], "little"))
-        combined = fold(combined, record.crc)
-    return f"{combined:020d}"
+    added = any(record.stamp[1] and record.stamp[3] for record in others)
+    return 2 * len(others) < len(directory.records) and not added
 
 
 # -- the structure ---------------------------------------------------------------------------------
@@ -414,32 +342,30 @@ def _contradiction(header: LocalHeader, record: RecordEntry) -> str | None:
 # -- what the archive is for -----------------------------------------------------------------------
 
 
-def _check_purpose(source: Source, directory: Directory, findings: Findings) -> str | None:
-    """Report what keeps torch from loading an archive; return why it is no checkpoint, or None.
+def _check_purpose(source: Source, directory: Directory, report: VerifyReport) -> None:
+    """Report what keeps torch from loading an archive.
 
     Raises:
         OSError: the file cannot be read.
     """
     records = directory.records
     names = {record.name for record in records}
+    reader = next((_OTHERS[name] for name in _OTHERS if name in names), None)
     # torch takes the folder of all records from the first one
     inside = b"/" in records[0].full_name
     if not inside and any(record.full_name == PICKLE.encode() for record in records):
         message = "its records are in no folder, where torch looks for them"
-        findings.add(Problem("directory", message, records[0].full_name.decode("utf-8", "replace")))
+        report.add(Problem("directory", message, records[0].full_name.decode("utf-8", "replace")))
     elif PICKLE in names:
         for problem in _checkpoint(source, directory, names):
-            findings.add(problem)
-    elif names & _PACKAGE:
-        findings.note("a torch.package archive: torch.load does not read it, PackageImporter does")
-    elif names & _EXPORTED:
-        findings.note("an exported program: torch.load does not read it, torch.export.load does")
+            report.add(problem)
+    elif reader is not None:
+        report.notes.append(f"torch.load does not read this archive, {reader} does")
     elif any(_STORAGE.fullmatch(name) for name in names):
-        findings.add(Problem("pickle", "there is no such record: torch cannot load it", PICKLE))
+        report.add(Problem("pickle", "there is no such record: torch cannot load it", PICKLE))
     else:
-        what = "an archive" if findings.found else "a whole archive"
-        return f"{what}, but no checkpoint of torch: there is no {PICKLE} in it"
-    return None
+        what = "an archive" if report.found else "a whole archive"
+        report.undecided(f"{what}, but no checkpoint of torch: there is no {PICKLE} in it")
 
 
 def _checkpoint(source: Source, directory: Directory, names: set[str]) -> Iterator[Problem]:
