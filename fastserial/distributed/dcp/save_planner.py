@@ -195,7 +195,7 @@ class FastSavePlanner(DefaultSavePlanner):
         else:
             parts = parts_of(value, key, self._meshes)
         for box, view in parts:
-            if _contains(box, wanted):
+            if box.contains(wanted):
                 return view[wanted.slices(box)]
         raise ValueError(f"{key}: this rank does not have the part {wanted}")
 
@@ -216,8 +216,3 @@ def _warn(mixed: Mapping[str, Sequence[int]]) -> None:
             "be DTensors"
         )
         warnings.warn(text, UserWarning, stacklevel=3)
-
-
-def _contains(box: Box, part: Box) -> bool:
-    ends = zip(*box, *part, strict=True)
-    return all(low <= first and first + count <= low + size for low, size, first, count in ends)

@@ -14,11 +14,10 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from fastserial.checksums import crc32, crc_mismatch
 from fastserial.distributed.dcp.item_structure import ItemParser, ItemTensor, check_archive
 from fastserial.distributed.dcp.metadata_file import known_of
-from fastserial.distributed.reading.grid import grid_of
-from fastserial.distributed.reading.part_reader import PartReader
-from fastserial.distributed.reading.windows import ReadTarget
+from fastserial.distributed.reading.part_reader import PartReader, ReadTarget
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.file_index import FileTensor, Record
+from fastserial.distributed.sharding.grid import grid_of
 from fastserial.errors import (
     CorruptCheckpointError,
     FastserialError,
@@ -115,7 +114,7 @@ class ShardReader:
             else:
                 self.all_verified = False
         parts = PartReader(self._reader, records, whole=True)
-        parts.read_own(targets, [(0, self._reader.size)])
+        parts.read_own(targets)
         whole = {
             piece.record: piece.crc
             for piece in parts.ledger.pieces()

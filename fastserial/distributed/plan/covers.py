@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from fastserial.distributed.sharding.boxes import Box, boxes_of_range, run_of
+from fastserial.distributed.sharding.boxes import Box, boxes_of_range, run_of, span_of
 from fastserial.distributed.sharding.pieces import Flat, Mesh, boxes_at
 
 __all__ = ["Cover", "HeldBox", "HeldRange", "cover_of"]
@@ -88,14 +88,7 @@ def cover_of(shape: tuple[int, ...], holders: Mesh | Flat | None, size: int) -> 
 
 
 def _held(shape: Sequence[int], box: Box, ranks: tuple[int, ...]) -> HeldBox:
-    first, last, step = 0, 0, 1
-    for size, offset, length in zip(
-        reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True
-    ):
-        first += offset * step
-        last += (offset + length - 1) * step
-        step *= size
-    return HeldBox(box, ranks, first, last + 1)
+    return HeldBox(box, ranks, *span_of(shape, box))
 
 
 def _sweep(flat: Flat) -> list[HeldRange]:

@@ -235,7 +235,8 @@ def the_disk_is_read_once() -> None:
     for direct in ("auto", True):
         with fastserial.options(direct=direct):
             report = load(path, into)
-        assert wanted <= report.bytes <= path.stat().st_size
+        edges = 2 * 4096 * COUNT * len(state)  # direct reads move whole pages
+        assert wanted <= report.bytes <= path.stat().st_size + edges
         assert all(line.bytes > wanted / COUNT * 0.8 for line in report.ranks)
     assert all(torch.equal(full(into[key]), value) for key, value in state.items())
 
