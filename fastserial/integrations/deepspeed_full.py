@@ -26,8 +26,7 @@ from deepspeed import comm as dist
 
 from fastserial import config, distributed
 from fastserial.distributed import FlatShard
-from fastserial.distributed.onefile.decision import Writers
-from fastserial.distributed.onefile.saver import TIMEOUT
+from fastserial.distributed.onefile.saver import TIMEOUT, Writers
 from fastserial.distributed.ranks.group import collective, node_name
 from fastserial.distributed.sharding.file_index import FileTensor, index_of_file
 from fastserial.errors import ConfigError, LoadMismatchError

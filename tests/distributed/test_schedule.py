@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastserial.distributed.plan.covers import cover_of
-from fastserial.distributed.plan.division import GRAIN
+from fastserial.distributed.plan.division import GRAIN, cover_of
 from fastserial.distributed.plan.schedule import (
     CONTAINER,
     FilePlan,

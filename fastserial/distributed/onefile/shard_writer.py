@@ -14,7 +14,7 @@ import torch
 from fastserial.checksums import CrcLedger, crc32_combine
 from fastserial.checksums import PartialCrc as Crc
 from fastserial.config import Config
-from fastserial.distributed.onefile.laid_out import FileLayout
+from fastserial.distributed.onefile.full_pickle import FileLayout
 from fastserial.distributed.plan.schedule import (
     CONTAINER,
     FilePlan,

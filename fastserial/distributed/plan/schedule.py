@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from fastserial.distributed.plan.covers import Cover, HeldBox, cover_of
-from fastserial.distributed.plan.division import GRAIN, owned_blocks
+from fastserial.distributed.plan.division import GRAIN, Cover, HeldBox, cover_of, owned_blocks
 from fastserial.distributed.sharding.boxes import Box, joined, within
 from fastserial.distributed.sharding.pieces import TensorSpec
 from fastserial.memory.held_settings import paused_collection

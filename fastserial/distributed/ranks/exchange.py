@@ -24,7 +24,6 @@ __all__ = [
     "Elements",
     "Exchange",
     "GatheredMemory",
-    "HostRun",
     "MemorySlice",
     "as_integers",
     "held_in_box",
@@ -257,22 +256,22 @@ class GatheredMemory:
 
     def copy_to(self, address: int, start: int, length: int) -> None:
         """Copy bytes [start, start + length) to host memory at `address`."""
-        item = self._view.element_size()
-        begin = (start - self._base) // item
-        target = torch.frombuffer(
-            (ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8
-        )
-        shape = tuple(self._view.shape)
-        whole = Box((0,) * len(shape), shape)
+        item, shape = self._view.element_size(), tuple(self._view.shape)
+        first, stop = (start - self._base) // item, -(-(start - self._base + length) // item)
+        skipped = start - self._base - first * item
+        if skipped or length != (stop - first) * item or address % item:  # it cuts elements
+            out = torch.empty((stop - first) * item, dtype=torch.uint8, device="cpu")
+        else:
+            memory = (ctypes.c_uint8 * length).from_address(address)
+            out = torch.frombuffer(memory, dtype=torch.uint8)
         at = 0
-        for box in boxes_of_range(shape, begin, begin + length // item):
+        for box in boxes_of_range(shape, first, stop):
             end = at + box.numel * item
-            piece = self._view[box.slices(whole)]
-            if at % item == 0 and address % item == 0:
-                target[at:end].view(piece.dtype).view(piece.shape).copy_(piece)
-            else:
-                target[at:end].copy_(piece.contiguous().flatten().view(torch.uint8))
+            piece = self._view[box.slices(Box((0,) * len(shape), shape))]
+            out[at:end].view(piece.dtype).view(piece.shape).copy_(piece)
             at = end
+        if out.data_ptr() != address:
+            memmove(address, out.data_ptr() + skipped, length)
 
 
 class MemorySlice:
