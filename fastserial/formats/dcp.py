@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,10 +19,7 @@ from fastserial.formats.source import BytesSource, ByteStream, Source, naming
 from fastserial.formats.storages import ITEM_BYTES
 
 __all__ = [
-    "KEPT",
     "METADATA_NAME",
-    "NUMBERS",
-    "TIES",
     "Chunk",
     "Item",
     "Known",
@@ -34,8 +31,6 @@ __all__ = [
 ]
 
 METADATA_NAME = re.compile(r"(?:__\d+)?\.metadata", re.ASCII)  # of all ranks, or of one
-KEPT = "fastserial"  # an attribute of the metadata: tuples that begin with one of the next two
-NUMBERS, TIES = "numbers", "ties"
 _MARK = b"fastserial"
 _TRAILER = struct.Struct("<10sI")
 _SECONDS = 600.0
@@ -139,9 +134,6 @@ class Metadata:
         missing: names of chunks and values that have none.
         version: of the layout.
         ours: it has a checksum (which is right).
-        numbers: the positions in the path of a key where a dictionary's key was an integer; None if
-            they are not known (`convert` writes them).
-        ties: keys of tensors that shared all their memory, in groups (`convert` writes them).
         globals: the names that unpickling it would import.
     """
 
@@ -153,8 +145,6 @@ class Metadata:
     version: str | None
     ours: bool
     globals: frozenset[Global]
-    numbers: dict[str, tuple[int, ...]] | None = None
-    ties: list[tuple[str, ...]] = field(default_factory=list)
 
     @property
     def keys(self) -> set[str]:
@@ -188,7 +178,6 @@ def parse(source: Source, path: str) -> Metadata:
         found = decode(stream, limits)
     try:
         tensors, values, paths, locations, version = _contents(found.value)
-        numbers, ties = _kept(_attributes(found.value, "Metadata").get(KEPT))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(
             "it is damaged, or no metadata of torch.distributed.checkpoint", path=path
@@ -209,9 +198,7 @@ def parse(source: Source, path: str) -> Metadata:
             missing.append(key)
         else:
             items.append(Item(key, None, None, *location))
-    return Metadata(
-        tensors, values, paths, items, missing, version, ours, found.globals, numbers, ties
-    )
+    return Metadata(tensors, values, paths, items, missing, version, ours, found.globals)
 
 
 _Location = tuple[str, int, int, "Known | None", bool]
@@ -291,19 +278,6 @@ def _paths(value: Any) -> dict[str, tuple[str | int, ...]]:
         and path
         and all(type(part) is str or (_is_size(part) and part < count) for part in path)
     }
-
-
-def _kept(value: Any) -> tuple[dict[str, tuple[int, ...]] | None, list[tuple[str, ...]]]:
-    """Return what `convert` wrote of a state, as far as it is valid."""
-    if type(value) is not tuple or not all(type(one) is tuple and one for one in value):
-        return None, []
-    numbers = {
-        key: positions
-        for kind, key, *positions in (one for one in value if len(one) > 1)
-        if kind == NUMBERS and type(key) is str and all(map(_is_size, positions))
-    }
-    ties = [keys for kind, *keys in value if kind == TIES and all(type(key) is str for key in keys)]
-    return {key: tuple(at) for key, at in numbers.items()}, [tuple(keys) for keys in ties]
 
 
 def _class(value: Any) -> str:

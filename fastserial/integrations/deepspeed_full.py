@@ -25,8 +25,7 @@ import torch
 
 from fastserial import config, distributed
 from fastserial.distributed import FlatShard
-from fastserial.distributed.onefile.decision import Writers
-from fastserial.distributed.onefile.saver import TIMEOUT
+from fastserial.distributed.onefile.saver import TIMEOUT, Writers
 from fastserial.distributed.ranks.group import collective
 from fastserial.distributed.sharding.file_index import FileTensor, index_of_file
 from fastserial.errors import ConfigError, LoadMismatchError

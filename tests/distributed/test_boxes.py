@@ -7,7 +7,14 @@ from math import prod
 
 import torch
 
-from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect, overlaps, run_of
+from fastserial.distributed.sharding.boxes import (
+    Box,
+    boxes_of_range,
+    intersect,
+    run_of,
+    span_of,
+    within,
+)
 
 
 def shapes(seed: int, count: int) -> list[tuple[int, ...]]:
@@ -50,23 +57,20 @@ def random_box(chance: random.Random, shape: tuple[int, ...]) -> Box:
     return Box(offsets, sizes)
 
 
-def test_overlaps_of_a_range_and_a_box() -> None:
+def test_the_parts_of_a_box_in_a_range() -> None:
     chance = random.Random(5)
     for shape in shapes(6, 400):
         numel = prod(shape)
         first = chance.randint(0, numel)
         stop = chance.randint(first, numel)
         box = random_box(chance, shape)
+        if not box.numel:
+            continue
         whole = torch.arange(numel).view(shape)
-        flat = whole.flatten()[first:stop]
-        held = whole[box.slices(Box((0,) * len(shape), shape))]
-        found: list[int] = []
-        for at, row, part in overlaps(shape, first, stop, box):
-            there = flat[at : at + row.numel].view(row.sizes)[part.slices(row)]
-            here = held[part.slices(box)]
-            assert torch.equal(there, here)
-            found += here.flatten().tolist()
-        assert found == sorted(set(flat.tolist()) & set(held.flatten().tolist()))
+        found = [n for part in within(shape, box, first, stop) for n in elements(whole, part)]
+        assert found == [n for n in elements(whole, box) if first <= n < stop]
+        begin, end = span_of(shape, box)
+        assert (begin, end - 1) == (elements(whole, box)[0], elements(whole, box)[-1])
 
 
 def test_a_box_that_is_one_run() -> None:

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 
 import fastserial
 from fastserial.distributed import FastLoadPlanner, FastStorageReader, FastStorageWriter
-from fastserial.distributed.dcp import load_sharing
-from fastserial.distributed.dcp.staging import snapshot
+from fastserial.distributed.dcp.load_planner import SharedRead, pass_on
+from fastserial.distributed.dcp.storage_writer import snapshot
 from fastserial.errors import UnreadableCheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -78,8 +78,8 @@ def test_what_is_passed_on_of_a_tensor_without_memory() -> None:
             sent.append(data.clone())
             return lambda: None
 
-    read = load_sharing.SharedRead(0, 0, (1,))
-    load_sharing.pass_on([read], lambda number: Wrapper(inner), Traffic())  # type: ignore[arg-type]
+    read = SharedRead(0, 0, (1,))
+    pass_on([read], lambda number: Wrapper(inner), Traffic())  # type: ignore[arg-type]
     assert torch.equal(torch.cat(sent).view(torch.float32), inner)
 
 

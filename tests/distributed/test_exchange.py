@@ -14,7 +14,7 @@ from fastserial.distributed.ranks.exchange import (
     packed,
 )
 from fastserial.distributed.ranks.group import traffic_of
-from fastserial.distributed.sharding.boxes import Box, overlaps
+from fastserial.distributed.sharding.boxes import Box, within
 
 SHAPE = (6, 8)
 WHOLE = Box((0, 0), SHAPE)
@@ -36,10 +36,10 @@ def _negated(dtype: torch.dtype) -> torch.Tensor:
 def _moved(tensor: torch.Tensor, box: Box, first: int, stop: int) -> torch.Tensor:
     """Return the elements [first, stop) of the whole, as far as the tensor has them, else 99."""
     target = torch.full((stop - first,), 99).to(tensor.dtype)
-    found = list(overlaps(SHAPE, first, stop, box))
+    found = list(within(SHAPE, box, first, stop))
     bytes_ = target.view(torch.uint8)
-    sends = [held_in_box(tensor, box, overlap) for overlap in found]
-    receives = [held_in_range(bytes_, target.dtype, overlap) for overlap in found]
+    sends = [held_in_box(tensor, box, part) for part in found]
+    receives = [held_in_range(bytes_, target.dtype, SHAPE, first, part) for part in found]
     assert packed(sends) == packed(receives)
     Exchange(traffic_of(None, 10.0)).move({0: sends}, {0: receives})
     return target

@@ -6,7 +6,8 @@ import queue
 import random
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,8 +16,9 @@ import pytest
 import torch
 
 from fastserial.distributed.onefile import flow
+from fastserial.distributed.plan import owners
 from fastserial.distributed.plan.matching import TensorMatch, file_leaves
-from fastserial.distributed.plan.owners import NeedMap, share_out
+from fastserial.distributed.plan.owners import Wanted, divide_reads
 from fastserial.distributed.reading.part_reader import PartReader
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.file_index import FileIndex, FileTensor, index_of_file
@@ -45,11 +47,6 @@ class Traffic:
     def send(self, rank: int, data: torch.Tensor) -> Callable[[], None]:
         self.post.between(self.rank, rank).put(data.clone())
         return lambda: None
-
-    def swap(self, messages: Mapping[int, bytes], senders: Iterable[int]) -> dict[int, bytes]:
-        for rank, message in messages.items():
-            self.post.between(self.rank, rank).put(message)
-        return {rank: self.post.between(rank, self.rank).get(timeout=20) for rank in senders}
 
     def alive(self) -> None:
         pass
@@ -99,19 +96,19 @@ def random_holding(chance: random.Random, full: torch.Tensor) -> Holding:
 
 
 def load(
-    index: FileIndex, path: Path, traffic: Any, jobs: list[TensorMatch], maps: list[Any]
+    index: FileIndex, path: Path, traffic: Any, jobs: list[TensorMatch], wanted: list[Wanted]
 ) -> int:
-    """Load as `loader` does; `maps` are every rank's needs, made by a barrier's action."""
+    """Load as `loader` does; `wanted` is of every rank."""
     grids = flow.grids_of(file_leaves(index.value))
     targets, odd = flow.targets_of(jobs, grids)
     records = [one for one in index.records if one.crc is not None]
     with FastFileReader(path) as reader:
         parts = PartReader(reader, records if traffic.rank % 2 else ())
-        moves = flow.Flow(traffic, parts, targets, grids)
-        shares = share_out([one.blocks for one in maps], maps[0].block)
-        moves.read_own(shares)
+        moves = flow.Flow(traffic, parts, grids)
+        shares = divide_reads(grids, wanted)
+        parts.read_own([targets[index] for index in shares.alone[traffic.rank]])
         flow.read_odd(odd, reader)
-        moves.share(shares)
+        moves.share(shares.common, wanted, targets)
     for piece in parts.ledger.pieces():  # what is known of a whole record is right
         record = records[piece.record]
         assert piece.length != record.nbytes or piece.crc == record.crc
@@ -136,8 +133,8 @@ def test_bytes_reach_whoever_wants_them(tmp_path: Path, legacy: bool) -> None:
         ]
         jobs = [[TensorMatch(index.value[key], one) for key, one in mine.items()] for mine in held]
         grids = flow.grids_of(file_leaves(index.value))
-        block = chance.choice([64, 512, 4096])
-        maps = [flow.need_of(flow.targets_of(mine, grids)[0], index.size, block) for mine in jobs]
+        finest, window = chance.choice([64, 512, 4096]), chance.choice([4096, 2**20])
+        wanted = [flow.wanted_of(flow.targets_of(mine, grids)[0]) for mine in jobs]
         post, failures = Post(), []
 
         def rank(number: int, *rest: Any) -> None:
@@ -148,11 +145,14 @@ def test_bytes_reach_whoever_wants_them(tmp_path: Path, legacy: bool) -> None:
             except BaseException as error:
                 failed.append((number, error))
 
-        with mock.patch.object(flow, "_LARGEST_WINDOW", chance.choice([4096, 2**20])):
+        with (
+            mock.patch.object(flow, "_LARGEST_WINDOW", window),
+            mock.patch.object(owners, "_FINEST", finest),
+        ):
             threads = [
                 threading.Thread(
                     target=rank,
-                    args=(n, Traffic(post, n, size), jobs[n], maps, path, index, failures),
+                    args=(n, Traffic(post, n, size), jobs[n], wanted, path, index, failures),
                 )
                 for n in range(size)
             ]
@@ -181,10 +181,17 @@ def test_a_tensor_that_is_no_array_has_no_grid() -> None:
     assert not flow.grids_of(leaf((0, 3), (3, 1)))
 
 
-def test_a_need_map_rounds_to_blocks() -> None:
-    need = NeedMap(1000, 64)
-    need.add(10, 10)
-    assert need.runs() == []
-    need.add(63, 65)
-    need.add(999, 1100)
-    assert need.runs() == [(0, 128), (960, 1024)]
+def test_each_element_has_one_reader() -> None:
+    """And nobody reads what only others want, but for what lies between small boxes."""
+    grid = flow.grids_of([(("a",), FileTensor(0, torch.uint8, (4096,), (1,), 64))])
+    boxes = [Box((0,), (1000,)), Box((1000,), (1000,)), Box((500,), (900,)), Box((3000,), (400,))]
+    with mock.patch.object(owners, "_FINEST", 64):
+        shares = divide_reads(grid, [[(0, box)] for box in boxes])
+    assert shares.alone == [[], [], [], [0]]
+    assert {share.members for share in shares.common} == {(0, 1, 2)}
+    ends = [(share.first, share.stop) for share in shares.common]
+    assert (ends[0][0], ends[-1][1]) == (0, 2000)
+    assert all(before[1] == after[0] for before, after in pairwise(ends))
+    shares = divide_reads(grid, [[(0, box)] for box in boxes])
+    assert shares.alone == [[], [], [], []]
+    assert [share[1:3] for share in shares.common] == [(0, 3400)]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastserial.distributed.plan.covers import cover_of
-from fastserial.distributed.plan.division import GRAIN
+from fastserial.distributed.plan.division import GRAIN, cover_of
 from fastserial.distributed.plan.schedule import (
     CONTAINER,
     FilePlan,
@@ -135,7 +134,7 @@ def same_elements(sent: list[Move], wanted: list[Move], specs: list[TensorSpec])
     for moves in (sent, wanted):
         found = []
         for move in moves:
-            spec, part = specs[move.piece.source], move.overlap and move.overlap.part
+            spec, part = specs[move.piece.source], move.part
             if part is None:
                 elements = move.piece.offset + torch.arange(move.piece.length)
             else:
@@ -150,8 +149,8 @@ def same_elements(sent: list[Move], wanted: list[Move], specs: list[TensorSpec])
 
 def views(moves: list[Move], specs: list[TensorSpec]) -> list[torch.Tensor]:
     """Return what is like the views that are sent."""
-    sizes = [move.overlap.part.sizes if move.overlap else (move.piece.length,) for move in moves]
-    dtypes = [specs[move.piece.source].dtype if move.overlap else torch.uint8 for move in moves]
+    sizes = [move.part.sizes if move.part else (move.piece.length,) for move in moves]
+    dtypes = [specs[move.piece.source].dtype if move.part else torch.uint8 for move in moves]
     return [
         torch.empty(shape, dtype=dtype, device="meta")
         for shape, dtype in zip(sizes, dtypes, strict=True)
@@ -159,11 +158,11 @@ def views(moves: list[Move], specs: list[TensorSpec]) -> list[torch.Tensor]:
 
 
 def bytes_of(move: Move, specs: list[TensorSpec]) -> int:
-    if move.overlap is None:
+    if move.part is None:
         assert move.piece.source < 0
         assert move.piece.record == CONTAINER or move.piece.source < 0
         return move.piece.length
-    return move.overlap.part.numel * specs[move.piece.source].dtype.itemsize
+    return move.part.numel * specs[move.piece.source].dtype.itemsize
 
 
 def test_all_of_the_file_once_in_equal_shares() -> None:

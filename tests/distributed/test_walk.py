@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fastserial.distributed.state.merging import MergedTensor, merged
-from fastserial.distributed.state.walk import leaves, live, states
+from fastserial.distributed.state.walk import leaves, states
 from fastserial.errors import LoadMismatchError
 
 Pair = namedtuple("Pair", "first second")
@@ -44,7 +44,7 @@ def test_leaves_have_names() -> None:
     assert [name for name, _ in leaves(nest)] == ["x[0]", "x[1].y", "z[0]", "z[1]"]
     assert [name for name, _ in leaves([a, (b,)])] == ["[0]", "[1][0]"]
     assert [name for name, _ in leaves(a)] == ["the object"]
-    assert not leaves(7)
+    assert not leaves(7).values
 
 
 def test_names_follow_the_keys() -> None:
@@ -62,10 +62,10 @@ def test_a_nest_that_holds_itself() -> None:
     nest: dict[str, Any] = {"a": torch.ones(1)}
     nest["b"] = [nest, torch.ones(2)]
     assert [name for name, _ in leaves(nest)] == ["a", "b[1]"]
-    assert states(nest, live(nest)) is nest
+    assert states(nest, leaves(nest).live) is nest
     model = nn.Linear(1, 1)
     nest["c"] = (nest, model, [model, {"d": nest}])
-    assert live(nest) == [model]
+    assert leaves(nest).live == [model]
 
 
 class Rows(UserDict[str, Any]):
@@ -109,7 +109,7 @@ class Both(nn.Module, UserDict[str, Any]):
 
 def test_a_module_that_is_a_mapping_becomes_a_state() -> None:
     model = Both()
-    assert live([model])[0] is model
+    assert leaves([model]).live[0] is model
     assert set(states({"m": model}, [model])["m"]) == {"inner.weight", "inner.bias"}
     assert [name for name, _ in leaves({"m": states({"m": model}, [model])["m"]})] == [
         "m.inner.weight",
@@ -131,7 +131,7 @@ def test_modules_in_a_nest_become_states() -> None:
     model = nn.Linear(2, 3)
     shared = [model, 5]
     nest = OrderedDict(a=shared, b={"c": shared, "d": Pair(1, model)}, e=[4])
-    found = states(nest, live(nest))
+    found = states(nest, leaves(nest).live)
     assert type(found) is OrderedDict
     assert found["a"] is found["b"]["c"], "what is shared stays shared"
     assert found["e"] is nest["e"], "what holds no module is not copied"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, cast
@@ -14,13 +13,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from fastserial.checkpoints.convert import Converted, part_of
 from fastserial.checkpoints.mapped_source import ConvertSource
 from fastserial.config import Config, options
+from fastserial.distributed.dcp.item_layout import TensorBytes, bytes_of
 from fastserial.distributed.dcp.shard_layout import ShardLayout
 from fastserial.distributed.dcp.storage_writer import FastStorageWriter
-from fastserial.distributed.dcp.tensor_bytes import TensorBytes, bytes_of
 from fastserial.distributed.sharding.pieces import oddity
 from fastserial.errors import ConvertError
-from fastserial.formats.dcp import KEPT, NUMBERS, TIES
-from fastserial.formats.storages import reach
 from fastserial.patching.self_check import self_check
 
 __all__ = ["write_folder"]
@@ -88,7 +85,6 @@ def write_folder(
         plans, metadata = planner.create_global_plan([plan])
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
         results = writer.write_data(plan, planner).wait()
-        setattr(metadata, KEPT, _kept(value, planner, name))
         source.check_unchanged()
         writer.finish(metadata, [results])
     nbytes = sum(
@@ -99,7 +95,6 @@ def write_folder(
     return Converted(source.container, "dcp", nbytes, dropped)
 
 
-_SHOWN = 5
 _REMEDY = "leave it out with --key (key=), or convert to one file of torch"
 
 
@@ -114,57 +109,6 @@ def _refuse_odd(flat: Mapping[str, Any], name: str) -> None:
             raise ConvertError(
                 f"{name}: entry {key!r} cannot be loaded from a folder: {problem}; {_REMEDY}"
             )
-
-
-def _kept(value: Any, planner: DefaultSavePlanner, name: str) -> tuple[tuple[Any, ...], ...]:
-    """Return what a folder does not keep of a state: integers among the keys, and shared memory.
-
-    Stock's reader ignores it. Warns of what is lost all the same.
-    """
-    kept: list[tuple[Any, ...]] = []
-    lost: list[str] = []
-    names: dict[int, dict[str, Any]] = {}
-    for key, path in planner.mappings.items():
-        inside, numbers = value, []
-        for at, part in enumerate(path):
-            if isinstance(inside, Mapping):
-                if id(inside) not in names:
-                    names[id(inside)] = {str(one): one for one in inside}
-                real = names[id(inside)][str(part)]
-                if type(real) is int:
-                    numbers.append(at)
-                elif type(real) is not str:
-                    lost.append(f"{key!r} (the key {real!r} becomes text)")
-            else:
-                real = part
-            inside = inside[real]
-        if numbers:
-            kept.append((NUMBERS, key, *numbers))
-    ties, overlapping = _shared(planner.state_dict)
-    lost += [f"{one!r} and {other!r} (they share memory in part)" for one, other in overlapping]
-    if lost:
-        more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
-        text = f"{name}: a folder does not keep this of {', '.join(lost[:_SHOWN])}{more}"
-        warnings.warn(text, stacklevel=4)
-    return (*kept, *((TIES, *keys) for keys in ties))
-
-
-def _shared(flat: Mapping[str, Any]) -> tuple[list[list[str]], list[tuple[str, str]]]:
-    """Return keys of tensors that are the same memory, in groups; and pairs that share some."""
-    spans: dict[tuple[Any, ...], list[str]] = {}
-    for key, one in flat.items():
-        if isinstance(one, torch.Tensor) and one.numel():
-            start, size = one.data_ptr(), reach(one.shape, one.stride()) * one.itemsize
-            view = start, start + size, tuple(one.shape), one.stride(), one.dtype
-            spans.setdefault((*view, one.is_conj(), one.is_neg()), []).append(key)
-    overlapping: list[tuple[str, str]] = []
-    stop, owner = 0, ""
-    for (start, end, *_), keys in sorted(spans.items(), key=lambda one: one[0][:2]):
-        if start < stop:
-            overlapping.append((owner, keys[0]))
-        if end > stop:
-            stop, owner = end, keys[0]
-    return [keys for keys in spans.values() if len(keys) > 1], overlapping
 
 
 def _as_options(config: Config) -> dict[str, Any]:

@@ -5,17 +5,20 @@ Their bytes are fetched from the ranks' files while they are written.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from fastserial.checkpoints.streaming import FileMemory
-from fastserial.distributed.conversion.assembled import AssembledTensors, ChunkedMemory, StoredChunk
+from fastserial.distributed.dcp.item_layout import outermost_first
 from fastserial.distributed.dcp.item_structure import ItemParser, ItemTensor
-from fastserial.distributed.sharding.boxes import Box
+from fastserial.distributed.ranks.exchange import MemorySlice
+from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect, run_of
 from fastserial.errors import ConvertError, CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.container import FolderContainer
@@ -26,8 +29,92 @@ from fastserial.formats.storages import contiguous_stride
 from fastserial.formats.zip.records import PICKLE
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory.storages import Memory
+from fastserial.memory.untouched import Untouched
 
-__all__ = ["FolderSource"]
+__all__ = ["ChunkedMemory", "FolderSource", "StoredChunk"]
+
+
+class StoredChunk(NamedTuple):
+    """A part of a tensor in a file.
+
+    Attributes:
+        memory: its bytes.
+        box: which part; a last dimension counts the bytes of an element.
+        strides: in which order its elements lie there, None: in their own.
+    """
+
+    memory: Memory
+    box: Box
+    strides: tuple[int, ...] | None = None
+
+
+class ChunkedMemory:
+    """A tensor's bytes in the order of its elements."""
+
+    def __init__(self, shape: tuple[int, ...], parts: Sequence[StoredChunk]) -> None:
+        """Keep where the parts are.
+
+        Args:
+            shape: of the tensor; a last dimension counts the bytes of an element.
+        """
+        self.nbytes = int(torch.Size(shape).numel())
+        self._shape = shape
+        self._parts = parts
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Read bytes [start, start + length) into host memory at `address`.
+
+        Raises:
+            CorruptCheckpointError: no part has some of them.
+        """
+        if not length:
+            return
+        memory = (ctypes.c_uint8 * length).from_address(address)
+        out = torch.frombuffer(memory, dtype=torch.uint8)
+        at = found = 0
+        for row in boxes_of_range(self._shape, start, start + length):
+            view = out[at : at + row.numel].view(row.sizes)
+            for filed in self._parts:
+                part = intersect(row, filed.box)
+                if part is not None:
+                    _read(filed, part, view[part.slices(row)])
+                    found += part.numel
+            at += row.numel
+        if found != length:
+            raise CorruptCheckpointError("the parts of a tensor do not make it up")
+
+
+def _read(filed: StoredChunk, part: Box, target: torch.Tensor) -> None:
+    """Read a part of what is filed into a tensor of bytes."""
+    offsets = [first - base for first, base in zip(part.offsets, filed.box.offsets, strict=True)]
+    sizes = list(part.sizes)
+    shape = list(filed.box.sizes)
+    if filed.strides is not None:
+        order = [*outermost_first(filed.strides), len(shape) - 1]
+        offsets, sizes = [offsets[dim] for dim in order], [sizes[dim] for dim in order]
+        shape = [shape[dim] for dim in order]
+        target = target.permute(order)
+    _read_box(filed, shape, Box(tuple(offsets), tuple(sizes)), target)
+
+
+def _read_box(filed: StoredChunk, shape: list[int], box: Box, target: torch.Tensor) -> None:
+    run = run_of(shape, box)
+    if run is None:
+        dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
+        for index in range(box.sizes[dim]):
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            offsets[dim] += index
+            sizes[dim] = 1
+            one = Box(tuple(offsets), tuple(sizes))
+            _read_box(filed, shape, one, target.narrow(dim, index, 1))
+        return
+    first, stop = run
+    if target.is_contiguous():
+        filed.memory.copy_to(target.data_ptr(), first, stop - first)
+        return
+    scratch = torch.empty(box.sizes, dtype=torch.uint8, device="cpu")
+    filed.memory.copy_to(scratch.data_ptr(), first, stop - first)
+    target.copy_(scratch)
 
 
 class FolderSource:
@@ -46,7 +133,8 @@ class FolderSource:
         self._path = path
         self._files = Descriptors()
         self._opened: dict[str, tuple[int, FileStamp]] = {}
-        self._made = AssembledTensors()
+        self._untouched: Untouched | None = None
+        self._memory: dict[int, Memory] = {}  # of the tensors, by the address of their storages
         self._parser = ItemParser()
         try:
             found = FolderContainer(path).joined()
@@ -58,11 +146,14 @@ class FolderSource:
 
     def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Memory | None:
         """Return the source of bytes of a storage, None if it has them itself."""
-        return self._made.part_of(storage, start, nbytes)
+        found = self._memory.get(storage.data_ptr())
+        if found is None or (start == 0 and nbytes == found.nbytes):
+            return found
+        return MemorySlice(found, start, nbytes)
 
     def in_order(self, tensor: torch.Tensor) -> Memory | None:
         """Return the source of a tensor's bytes, in the order of its elements."""
-        return self._made.in_order(tensor)
+        return self._memory.get(tensor.untyped_storage().data_ptr())
 
     def check_unchanged(self) -> None:
         """Raise if a file was written to, which no save does.
@@ -77,7 +168,8 @@ class FolderSource:
 
     def close(self) -> None:
         """Close the files; the tensors must not be used any more."""
-        finish(self._files.close, self._made.close)
+        untouched, self._untouched = self._untouched, None
+        finish(self._files.close, *([untouched.close] if untouched is not None else []))
 
     # -- the state -----------------------------------------------------------------------------
 
@@ -87,22 +179,25 @@ class FolderSource:
             items.setdefault(item.key, []).append(item)
         if found.missing:
             raise self._damaged(found.missing[0], "`.metadata` does not say where it is")
+        chunks = {
+            key: self._chunks(key, stored, items.get(key, []))
+            for key, stored in found.tensors.items()
+        }
+        nbytes = sum(_nbytes(key, stored) for key, stored in found.tensors.items())
+        self._untouched = Untouched(nbytes, len(found.tensors))
         flat: dict[str, Any] = {}
-        first = {key: keys[0] for keys in found.ties for key in keys[1:]}
         for key, stored in found.tensors.items():
-            tied = flat.get(first.get(key, ""))
-            same = found.tensors.get(first.get(key, ""))
-            if tied is not None and same is not None and same[:2] == stored[:2]:
-                flat[key] = tied.detach()
-            else:
-                flat[key] = self._tensor(key, stored, items.get(key, []))
+            dtype = _dtype_of(key, stored)
+            flat[key] = tensor = self._untouched.tensor(stored.shape, dtype)
+            if tensor.numel():
+                memory = ChunkedMemory((*stored.shape, dtype.itemsize), chunks[key])
+                self._memory[tensor.data_ptr()] = memory
         for key in found.values:
             flat[key] = self._value(items[key][0])
         order = [*found.paths, *flat]
         ordered = {key: flat[key] for key in dict.fromkeys(order) if key in flat}
-        if found.numbers is None:
-            self._warn_of_text(found)
-        return _nested(ordered, found.paths, found.numbers or {})
+        self._warn_of_text(found)
+        return _nested(ordered, found.paths)
 
     def _warn_of_text(self, found: Metadata) -> None:
         """Warn of keys that may have been integers: no optimizer takes its state without them."""
@@ -120,18 +215,13 @@ class FolderSource:
                 stacklevel=5,
             )
 
-    def _tensor(self, key: str, stored: Stored, items: list[Item]) -> torch.Tensor:
-        dtype = getattr(torch, stored.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ConvertError(f"entry {key!r}: this torch has no dtype {stored.dtype}")
-        nbytes = _nbytes(stored)
-        filed = [self._filed(item, dtype) for item in items if item.nbytes]
-        if sum(part.box.numel for part in filed) != nbytes:
+    def _chunks(self, key: str, stored: Stored, items: list[Item]) -> list[StoredChunk]:
+        """Return where the bytes of a tensor are."""
+        dtype = _dtype_of(key, stored)
+        found = [self._filed(item, dtype) for item in items if item.nbytes]
+        if sum(chunk.box.numel for chunk in found) != _nbytes(key, stored):
             raise self._damaged(key, "its parts do not make it up")
-        rows = ChunkedMemory((*stored.shape, dtype.itemsize), filed)
-        if len(filed) == 1 and filed[0].strides is not None:  # as it was saved
-            return self._made.tensor(stored.shape, dtype, rows, filed[0].strides, filed[0].memory)
-        return self._made.tensor(stored.shape, dtype, rows)
+        return found
 
     def _filed(self, item: Item, dtype: torch.dtype) -> StoredChunk:
         fd = self._open(item)
@@ -206,21 +296,18 @@ class FolderSource:
         return CorruptCheckpointError(message, path=self._path, record=record)
 
 
-def _nbytes(stored: Stored) -> int:
-    dtype = getattr(torch, stored.dtype, None)
-    itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 0
-    return int(torch.Size(stored.shape).numel()) * itemsize
+def _dtype_of(key: str, stored: Stored) -> torch.dtype:
+    found = getattr(torch, stored.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ConvertError(f"entry {key!r}: this torch has no dtype {stored.dtype}")
+    return found
 
 
-class _Number(int):
-    """A key of a dictionary, and no index of a list."""
+def _nbytes(key: str, stored: Stored) -> int:
+    return int(torch.Size(stored.shape).numel()) * _dtype_of(key, stored).itemsize
 
 
-def _nested(
-    flat: dict[str, Any],
-    paths: dict[str, tuple[str | int, ...]],
-    numbers: dict[str, tuple[int, ...]],
-) -> Any:
+def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> Any:
     """Return the nest of dictionaries and lists in which values were before they were flattened.
 
     Raises:
@@ -229,9 +316,6 @@ def _nested(
     root: dict[Any, Any] = {}
     for key, value in flat.items():
         path = paths.get(key, (key,))
-        where = numbers.get(key, ())
-        if where:
-            path = tuple(_number(part) if at in where else part for at, part in enumerate(path))
         inside: Any = root
         for part, following in zip(path, (*path[1:], None), strict=True):
             new: Any = value
@@ -254,12 +338,5 @@ def _put(inside: Any, part: str | int, new: Any, key: str) -> Any:
         inside.extend([None] * (part + 1 - len(inside)))
     elif not isinstance(inside, dict):
         raise ConvertError(f"entry {key!r}: what is around it is a value of its own")
-    inside[int(part) if type(part) is _Number else part] = new
+    inside[part] = new
     return new
-
-
-def _number(part: str | int) -> str | int:
-    try:
-        return _Number(part)
-    except ValueError:
-        return part

@@ -9,15 +9,45 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import re
 import stat
 from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
 
 from fastserial.errors import WriteError, write_error
 from fastserial.files.durable import sync_folders
-from fastserial.formats.dcp import METADATA_NAME
+from fastserial.formats.dcp import METADATA_NAME, Known, framed
+from fastserial.memory.held_settings import paused_collection
 
-__all__ = ["METADATA", "ShardFolder", "metadata_name"]
+__all__ = ["METADATA", "ShardFolder", "encoded", "known_of", "metadata_name", "storage_info"]
+
+_ATTRIBUTE = "fastserial"
+
+
+def storage_info(file: str, offset: int, length: int, known: Known | None) -> Any:
+    """Return what `.metadata` keeps of an item: `length` bytes at `offset` of a file."""
+    info = _StorageInfo(file, offset, length)
+    if known is not None:
+        with contextlib.suppress(AttributeError):  # a torch whose class takes no more
+            setattr(info, _ATTRIBUTE, tuple(known))
+    return info
+
+
+def known_of(info: Any) -> Known | None:
+    """Return what the writer knew of an item, None if it was not ours."""
+    found = getattr(info, _ATTRIBUTE, None)
+    return Known(*found) if isinstance(found, tuple) and len(found) == len(Known._fields) else None
+
+
+def encoded(metadata: Metadata) -> bytes:
+    """Return the contents of the file."""
+    with paused_collection():
+        return framed(pickle.dumps(metadata))
+
 
 METADATA = ".metadata"
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)

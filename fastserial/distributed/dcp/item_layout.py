@@ -12,20 +12,75 @@ from __future__ import annotations
 import functools
 import pickle
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from fastserial.checkpoints.tensor_read import is_dense
 from fastserial.checksums import crc32
+from fastserial.distributed.ranks.exchange import GatheredMemory
 from fastserial.errors import LayoutError
 from fastserial.formats.extents import Data, DescriptorPatch, Literal, Trailer
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan, fold, lookalike_of
 from fastserial.formats.zip.structs import CENTRAL, DESCRIPTOR_SIGNATURE, END64, END_BYTES
-from fastserial.memory.storages import HostMemory
+from fastserial.memory.storages import HostMemory, Memory
 from fastserial.memory.untouched import Untouched
 from fastserial.saving import torch_writer
 
-__all__ = ["NO_FRAME", "Frame", "frame_of"]
+__all__ = ["NO_FRAME", "Frame", "TensorBytes", "bytes_of", "frame_of", "outermost_first"]
+
+
+class TensorBytes(NamedTuple):
+    """A tensor as it is written to a file.
+
+    Attributes:
+        memory: its bytes, in the order in which they are saved.
+        nbytes: how many.
+        strides: of the tensor that is loaded from them (elements).
+        address: of the memory on the host, 0 if the bytes are not contiguous there.
+    """
+
+    memory: Memory
+    nbytes: int
+    strides: tuple[int, ...]
+    address: int
+
+
+def bytes_of(tensor: torch.Tensor) -> TensorBytes | None:
+    """Return the bytes that `torch.save` would write of a tensor alone in its storage.
+
+    None if only torch can save it: a sparse tensor, a subclass, one with lazy conjugation.
+    """
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.is_nested
+        or tensor.device.type == "meta"
+    ):
+        return None
+    nbytes = tensor.numel() * tensor.itemsize
+    dense = tensor.is_contiguous() or is_dense(tensor)
+    if dense:
+        strides = tensor.stride()
+        if tensor.device.type == "cpu":
+            address = tensor.data_ptr()
+            return TensorBytes(HostMemory(address, nbytes, tensor), nbytes, strides, address)
+    elif tensor.untyped_storage().nbytes() == nbytes:
+        return None  # it is saved with its overlaps and gaps
+    else:
+        strides = torch.empty_like(tensor, device="meta").stride()
+    memory = GatheredMemory(tensor.permute(outermost_first(strides)), 0, nbytes)
+    return TensorBytes(memory, nbytes, strides, 0)
+
+
+def outermost_first(strides: Sequence[int]) -> list[int]:
+    """Return the dimensions of a dense tensor in memory order."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
 
 _ARCHIVE = "archive"  # torch's name for what goes to a stream
 _PROTOCOL = 2  # torch.save's default

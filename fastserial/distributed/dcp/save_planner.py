@@ -34,6 +34,7 @@ from fastserial.distributed.dcp.global_plan import RankEntries, global_plan
 from fastserial.distributed.ranks.copies import checksums, differing, ranks_in_words
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.pieces import oddity
+from fastserial.distributed.state.facts import facts_of
 from fastserial.errors import UnknownPlacementError
 from fastserial.memory.held_settings import paused_collection
 
@@ -58,6 +59,27 @@ class _ToRank(NamedTuple):
     """What the coordinator sends back: the parts that a rank is to write."""
 
     parts: list[WritePart]
+
+
+class _OwnPlan(NamedTuple):
+    """What this rank's last save was planned from, and what was made of it.
+
+    Attributes:
+        facts: what decides the entries; none of the state's tensors is kept.
+        entries: what the rank has.
+        message: a pickle of them.
+        parts: that it writes.
+        items: the same for torch.
+    """
+
+    facts: Any
+    entries: dict[str, StateEntry]
+    message: bytes
+    parts: list[WritePart] | None = None
+    items: list[WriteItem] = []  # noqa: RUF012 (never changed)
+
+
+_last = _OwnPlan(None, {}, b"")  # replaced as a whole: several threads may save
 
 
 @lru_cache(maxsize=4)
@@ -93,7 +115,7 @@ class FastSavePlanner(DefaultSavePlanner):
         if self._plans_as_stock:
             text = f"{type(self).__name__} changes plans: they are those of DefaultSavePlanner"
             warnings.warn(text, UserWarning, stacklevel=2)
-        self._entries: dict[str, StateEntry] = {}  # of this rank, while the save is planned
+        self._own: _OwnPlan | None = None  # of this rank, while the save is planned
         self._meshes: dict[int, tuple[int, ...]] = {}  # what is known of the meshes of this save
 
     @cached_property
@@ -111,11 +133,24 @@ class FastSavePlanner(DefaultSavePlanner):
             return super().create_local_plan()
         self._meshes = {}
         with paused_collection():
-            self._entries = entries = entries_of(self.state_dict)
-        mine = RankEntries.of(entries, self.mappings if self.flatten_state_dict else None)
-        message = _FromRank(pickle.dumps(mine), self._sums(entries))
+            self._own = own = self._own_plan()
+        message = _FromRank(own.message, self._sums(own.entries))
         self.plan = SavePlan([], planner_data=message)
         return self.plan
+
+    def _own_plan(self) -> _OwnPlan:
+        """Return what this rank has: the last save's entries, if nothing has changed."""
+        state = self.state_dict
+        paths = self.mappings if self.flatten_state_dict else None
+        tensors = {key: one for key, one in state.items() if isinstance(one, torch.Tensor)}
+        others = {key: kind_of(one) for key, one in state.items() if key not in tensors}
+        facts: Any = facts_of(list(tensors), list(tensors.values()))
+        if facts is not None:
+            facts = [facts, others, paths]
+            if facts == _last.facts:
+                return _last
+        entries = entries_of(state)
+        return _OwnPlan(facts, entries, pickle.dumps(RankEntries.of(entries, paths)))
 
     def _sums(self, entries: Mapping[str, StateEntry]) -> dict[str, int]:
         """Return the checksums of the plain tensors that may be cut."""
@@ -158,13 +193,17 @@ class FastSavePlanner(DefaultSavePlanner):
         """
         if self._plans_as_stock:
             return super().finish_plan(new_plan)
-        message, entries = new_plan.planner_data, self._entries
-        self._entries = {}
-        if not isinstance(message, _ToRank):
+        global _last
+        message, own = new_plan.planner_data, self._own
+        self._own = None
+        if not isinstance(message, _ToRank) or own is None:
             raise _other_planner("the coordinator")
-        with paused_collection():
-            items = write_items(entries, message.parts)
-        self.plan = replace(new_plan, items=items, planner_data=self.mappings)
+        if own.parts != message.parts:
+            with paused_collection():
+                items = write_items(own.entries, message.parts)
+            own = own._replace(parts=message.parts, items=items)
+        _last = own
+        self.plan = replace(new_plan, items=list(own.items), planner_data=self.mappings)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -195,7 +234,7 @@ class FastSavePlanner(DefaultSavePlanner):
         else:
             parts = parts_of(value, key, self._meshes)
         for box, view in parts:
-            if _contains(box, wanted):
+            if box.contains(wanted):
                 return view[wanted.slices(box)]
         raise ValueError(f"{key}: this rank does not have the part {wanted}")
 
@@ -216,8 +255,3 @@ def _warn(mixed: Mapping[str, Sequence[int]]) -> None:
             "be DTensors"
         )
         warnings.warn(text, UserWarning, stacklevel=3)
-
-
-def _contains(box: Box, part: Box) -> bool:
-    ends = zip(*box, *part, strict=True)
-    return all(low <= first and first + count <= low + size for low, size, first, count in ends)

@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config.performance import PACKED_BYTES, PACKED_STORAGE
-from fastserial.distributed.dcp.item_layout import NO_FRAME, Frame, frame_of
-from fastserial.distributed.dcp.metadata_file import storage_info
-from fastserial.distributed.dcp.tensor_bytes import TensorBytes, bytes_of
+from fastserial.distributed.dcp.folder import storage_info
+from fastserial.distributed.dcp.item_layout import NO_FRAME, Frame, TensorBytes, bytes_of, frame_of
 from fastserial.errors import LayoutError
 from fastserial.formats.dcp import Known
 from fastserial.formats.extents import Data, Extent, Literal, Made
@@ -28,7 +27,7 @@ from fastserial.memory.storages import bytes_at, host_bytes
 from fastserial.patching.self_check import self_check
 from fastserial.saving import torch_writer
 
-__all__ = ["ItemBatch", "ShardLayout"]
+__all__ = ["ShardLayout"]
 
 _HEAD = 8  # bytes of a tensor that torch may take for a data descriptor
 

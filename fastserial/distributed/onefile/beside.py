@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from fastserial.distributed.onefile.decision import Writers
-from fastserial.distributed.onefile.saver import TIMEOUT, SaveTask
+from fastserial.distributed.onefile.saver import TIMEOUT, SaveTask, Writers
 from fastserial.distributed.ranks.group import Traffic, collective, path_of
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import as_dtensor

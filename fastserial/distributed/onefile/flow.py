@@ -6,54 +6,54 @@ several want, one of them reads, a window at a time, and sends it on while it re
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fastserial.checkpoints.tensor_read import read_tensor_into
 from fastserial.distributed.plan.matching import TensorMatch
-from fastserial.distributed.plan.owners import NeedMap, ReadShare
-from fastserial.distributed.ranks.exchange import Exchange
+from fastserial.distributed.plan.owners import ReadShare, Wanted
+from fastserial.distributed.ranks.exchange import INTEGERS, Exchange
 from fastserial.distributed.ranks.group import Traffic
-from fastserial.distributed.reading.grid import Grid, grid_of
-from fastserial.distributed.reading.part_reader import PartReader
-from fastserial.distributed.reading.windows import (
+from fastserial.distributed.reading.part_reader import (
+    PartReader,
     ReadTarget,
     Window,
-    WindowPart,
+    WindowPiece,
     buffer_for,
-    by_window,
-    deliver,
-    found_in,
-    landing,
-    own_memory,
     windows_of,
 )
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.file_index import FileTensor
+from fastserial.distributed.sharding.grid import Grid, grid_of
 from fastserial.loading.reader import FastFileReader
 
-__all__ = ["Flow", "grids_of", "need_of", "read_odd", "targets_of"]
+__all__ = ["Flow", "grids_of", "read_odd", "targets_of", "wanted_of"]
 
 _LARGEST_WINDOW = 8 * 1024 * 1024  # bytes; two of them are in memory
 _SENT_AT_ONCE = 24 * 1024 * 1024  # bytes by a rank, as many received, and as many to be converted
 _PAGE = 4096
-
-Pieces = list[list[WindowPart]]  # of each window
+_Item = TypeVar("_Item")
 
 
 def grids_of(leaves: Iterable[tuple[Any, Any]]) -> dict[int, Grid]:
-    """Return the grids of the tensors among a file's leaves, by their numbers."""
-    tensors = (leaf for _, leaf in leaves if isinstance(leaf, FileTensor))
-    found = {
-        tensor.number: grid_of(tensor)
-        for tensor in tensors
-        if tensor.problem is None and 0 not in tensor.shape
-    }
-    return {number: grid for number, grid in found.items() if grid is not None}
+    """Return the grids of the tensors among a file's leaves, by their numbers.
+
+    Tensors that are the same array of the file have the same grid.
+    """
+    found: dict[int, Grid] = {}
+    same: dict[object, Grid | None] = {}
+    for _, tensor in leaves:
+        if isinstance(tensor, FileTensor) and tensor.problem is None and 0 not in tensor.shape:
+            array = tensor.offset, tensor.dtype, tensor.shape, tensor.stride, tensor.pending
+            if array not in same:
+                same[array] = grid_of(tensor)
+            grid = same[array]
+            if grid is not None:
+                found[tensor.number] = grid
+    return found
 
 
 def targets_of(
@@ -77,13 +77,9 @@ def targets_of(
     return list(last.values()), odd
 
 
-def need_of(targets: Iterable[ReadTarget], file_size: int, block: int) -> NeedMap:
-    """Return which blocks of the file targets need."""
-    need = NeedMap(file_size, block)
-    for target in targets:
-        for first, stop in target.grid.runs(target.box, block):
-            need.add(first, stop)
-    return need
+def wanted_of(targets: Iterable[ReadTarget]) -> list[tuple[int, Box]]:
+    """Return what targets are of: numbers of arrays, and boxes of them."""
+    return [(target.grid.tensor.number, target.box) for target in targets]
 
 
 def read_odd(jobs: Iterable[TensorMatch], reader: FastFileReader) -> None:
@@ -110,147 +106,107 @@ def read_odd(jobs: Iterable[TensorMatch], reader: FastFileReader) -> None:
 class Flow:
     """One load's bytes on one rank."""
 
-    def __init__(
-        self,
-        traffic: Traffic,
-        parts: PartReader,
-        targets: Sequence[ReadTarget],
-        grids: Mapping[int, Grid],
-    ) -> None:
+    def __init__(self, traffic: Traffic, parts: PartReader, grids: Mapping[int, Grid]) -> None:
         """Prepare.
 
         Args:
             traffic: to the other ranks.
             parts: reads what this rank reads.
-            targets: what this rank wants.
             grids: of every tensor in the file that can be divided, by its number.
         """
-        self._traffic = traffic
-        self._parts = parts
-        self._targets = targets
-        self._grids = grids
+        self._traffic, self._parts, self._grids = traffic, parts, grids
         self.exchange = Exchange(traffic)
 
-    def read_own(self, shares: Iterable[ReadShare]) -> None:
-        """Read what this rank alone wants.
-
-        Raises:
-            CorruptCheckpointError: the file changed meanwhile.
-            OSError: it cannot be read.
-        """
-        here = (self._traffic.rank,)
-        runs = [(share.first, share.stop) for share in shares if share.members == here]
-        self._parts.read_own(self._targets, runs)
-
-    def share(self, shares: Iterable[ReadShare]) -> None:
+    def share(
+        self, common: Sequence[ReadShare], wanted: Sequence[Wanted], targets: Sequence[ReadTarget]
+    ) -> None:
         """Read this rank's part of what several want, send it on, and receive the rest.
+
+        Args:
+            common: what several want.
+            wanted: by each rank.
+            targets: of this rank.
 
         Raises:
             DistributedError: another rank failed.
             CorruptCheckpointError: the file changed meanwhile.
             OSError: it cannot be read.
         """
-        common = [share for share in shares if len(share.members) > 1]
         if not common:
             return
         self._traffic.agree()  # here a rank waits as long as the others are alive
-        here = self._traffic.rank
         links = {(share.owner, member) for share in common for member in share.members}
         size = _window_size(links, self._traffic.size)
-        windows = {
-            owner: windows_of([(s.first, s.stop) for s in common if s.owner == owner], size)
-            for owner in sorted({share.owner for share in common})
-        }
-        incoming = {
-            owner: by_window(self._targets, windows[owner])
-            for owner in windows
-            if (owner, here) in links
-        }
-        mine = windows.get(here, [])
-        outgoing = self._wishes(links, incoming, mine)
+        windows: dict[int, list[Window]] = {}
+        for owner in sorted({share.owner for share in common}):
+            runs = [(self._grids[s.array], s.first, s.stop) for s in common if s.owner == owner]
+            windows[owner] = windows_of(runs, size)
+        self._boxes = [_by_array(boxes) for boxes in wanted]
+        self._targets = _by_array((t.grid.tensor.number, t) for t in targets)
         with ThreadPoolExecutor(1, "fastserial-window") as pool:
-            ahead = _WindowReader(pool, self._parts, mine, outgoing)
+            ahead = _WindowReader(pool, self._parts, windows.get(self._traffic.rank, []))
             for number in range(max(map(len, windows.values()))):
-                self._round(
-                    number,
-                    ahead.take(number),
-                    {rank: rows[number] for rank, rows in outgoing.items() if number < len(rows)},
-                    {rank: rows[number] for rank, rows in incoming.items() if number < len(rows)},
-                )
-
-    def _wishes(
-        self, links: set[tuple[int, int]], incoming: Mapping[int, Pieces], mine: Sequence[Window]
-    ) -> dict[int, Pieces]:
-        """Send each owner what this rank wants of it; return what others want of this one."""
-        here = self._traffic.rank
-        wishes: dict[int, bytes] = {}
-        for owner, rows in incoming.items():
-            wanted = {piece.target for pieces in rows for piece in pieces}
-            boxes = [
-                (target.grid.tensor.number, *target.box)
-                for target in self._targets
-                if target in wanted
-            ]
-            wishes[owner] = pickle.dumps(boxes)
-        wishes.pop(here, None)
-        members = {member for owner, member in links if owner == here != member}
-        outgoing: dict[int, Pieces] = {}
-        for member, text in self._traffic.swap(wishes, members).items():
-            boxes = pickle.loads(text)
-            targets = [
-                ReadTarget(self._grids[n], Box(offsets, sizes)) for n, offsets, sizes in boxes
-            ]
-            outgoing[member] = by_window(targets, mine)
-        if here in incoming:
-            outgoing[here] = incoming[here]
-        return outgoing
+                here = {o: some[number] for o, some in windows.items() if number < len(some)}
+                self._round(number, ahead.take(number), here)
 
     def _round(
-        self,
-        number: int,
-        window: torch.Tensor | None,
-        outgoing: Mapping[int, list[WindowPart]],
-        incoming: Mapping[int, list[WindowPart]],
+        self, number: int, buffer: torch.Tensor | None, windows: Mapping[int, Window]
     ) -> None:
+        """Pass on the parts of one window of each owner.
+
+        Args:
+            number: of the round.
+            buffer: of this rank's window.
+            windows: by their owner.
+        """
         here = self._traffic.rank
         sends: dict[int, list[torch.Tensor]] = {}
         receives: dict[int, list[torch.Tensor]] = {}
-        later: list[tuple[WindowPart, torch.Tensor]] = []
-        for rank, pieces in outgoing.items():
-            if rank != here and pieces and window is not None:
-                sends[rank] = [found_in(window, piece) for piece in pieces]
-        for rank, pieces in incoming.items():
-            if rank == here or not pieces:
-                continue
-            views = receives[rank] = []
-            for piece in pieces:
-                view = landing(piece)
-                if view is None:
-                    view = own_memory(piece)
-                    later.append((piece, view))
-                views.append(view)
+        later: list[tuple[ReadTarget, Box, torch.Tensor]] = []
+        if buffer is not None:
+            for rank, boxes in enumerate(self._boxes):
+                for piece in windows[here] if rank != here else ():
+                    for box in boxes.get(piece.grid.tensor.number, ()):
+                        for part in piece.within(box):
+                            sends.setdefault(rank, []).append(piece.found(buffer, part))
+        for owner, window in windows.items():
+            for _, target, part in self._parts_in(window) if owner != here else ():
+                view = target.part(part)
+                if not target.takes_bytes():
+                    dtype = INTEGERS[target.grid.tensor.itemsize]
+                    view = torch.empty(part.sizes, dtype=dtype, device="cpu")
+                    later.append((target, part, view))
+                receives.setdefault(owner, []).append(view)
         self.exchange.move(sends, receives)
-        for piece, found in later:
-            deliver(piece, found)
-        for piece in incoming.get(here, ()):
-            if window is not None:
-                deliver(piece, found_in(window, piece))
+        for target, part, view in later:
+            target.deliver(part, view)
+        if buffer is not None:
+            for piece, target, part in self._parts_in(windows[here]):
+                target.deliver(part, piece.found(buffer, part))
+
+    def _parts_in(self, window: Window) -> Iterator[tuple[WindowPiece, ReadTarget, Box]]:
+        """Yield the parts of this rank's targets that a window has, in the order of the sender."""
+        for piece in window:
+            for target in self._targets.get(piece.grid.tensor.number, ()):
+                for part in piece.within(target.box):
+                    yield piece, target, part
+
+
+def _by_array(some: Iterable[tuple[int, _Item]]) -> dict[int, list[_Item]]:
+    """Return what is of each array, in its order."""
+    found: dict[int, list[_Item]] = {}
+    for number, one in some:
+        found.setdefault(number, []).append(one)
+    return found
 
 
 class _WindowReader:
     """Reads a rank's windows, one ahead of those that were taken."""
 
     def __init__(
-        self,
-        pool: ThreadPoolExecutor,
-        parts: PartReader,
-        windows: Sequence[Window],
-        outgoing: Mapping[int, Pieces],
+        self, pool: ThreadPoolExecutor, parts: PartReader, windows: Sequence[Window]
     ) -> None:
-        self._pool = pool
-        self._parts = parts
-        self._windows = windows
-        self._outgoing = outgoing
+        self._pool, self._parts, self._windows = pool, parts, windows
         self._buffers = [buffer_for(windows[first::2]) for first in range(2)]
         self._reading: Future[None] | None = None
         self._start(0)
@@ -258,9 +214,8 @@ class _WindowReader:
     def _start(self, number: int) -> None:
         self._reading = None
         if number < len(self._windows):
-            pieces = [piece for rows in self._outgoing.values() for piece in rows[number]]
             self._reading = self._pool.submit(
-                self._parts.read_window, self._windows[number], pieces, self._buffers[number % 2]
+                self._parts.read_window, self._windows[number], self._buffers[number % 2]
             )
 
     def take(self, number: int) -> torch.Tensor | None:

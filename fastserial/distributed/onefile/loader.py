@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import zlib
 from collections.abc import Sequence
 from time import perf_counter
@@ -15,9 +16,9 @@ from fastserial import config as config_module
 from fastserial.checksums import PartialCrc as CrcPiece
 from fastserial.checksums import crc32_combine, crc_mismatch
 from fastserial.config import Config
-from fastserial.distributed.onefile.flow import Flow, grids_of, need_of, read_odd, targets_of
+from fastserial.distributed.onefile.flow import Flow, grids_of, read_odd, targets_of, wanted_of
 from fastserial.distributed.plan.matching import Match, file_leaves, path_name, unused
-from fastserial.distributed.plan.owners import ReadShare, block_bytes, share_out
+from fastserial.distributed.plan.owners import ReadShares, divide_reads
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.reading.part_reader import PartReader
 from fastserial.distributed.sharding.file_index import FileIndex, fingerprint, index_of_file
@@ -108,12 +109,12 @@ class _LoadDecision(NamedTuple):
     Attributes:
         refusal: why nothing can be loaded, empty if it can.
         unexpected: numbers of the file's leaves that no rank wants.
-        needs: every rank's need map, compressed.
+        wanted: what each rank wants, pickled and compressed.
     """
 
     refusal: str
     unexpected: list[int]
-    needs: list[bytes]
+    wanted: list[bytes]
 
 
 class _Compared(NamedTuple):
@@ -122,7 +123,7 @@ class _Compared(NamedTuple):
     missing: list[str]
     problems: list[str]
     unused: set[int]
-    need: bytes
+    wanted: bytes
     call: tuple[bool, ...]
 
 
@@ -187,24 +188,22 @@ class _LoadTask:
             self._match = match = Match(traffic.rank, traffic.ranks, cast)
             match.compare(into, index.value)
             self._targets, self._odd = targets_of(match.jobs, grids)
-            block = block_bytes(index.size, traffic.size)
-            need = need_of(self._targets, index.size, block)
+            wanted = wanted_of(self._targets)
             found = _Compared(
                 match.missing,
                 match.problems,
                 set(unused(leaves, match.used)),
-                zlib.compress(need.blocks, 1) if self._broadcast else b"",
+                zlib.compress(pickle.dumps(wanted), 1) if self._broadcast else b"",
                 (self._broadcast, self._strict, self._config.verify_on_load),
             )
             names = [path_name(where) for where, _ in leaves]
             answer = traffic.decide(found, lambda every: self._decide(every, names))
             if answer.refusal:
                 return str(answer.refusal)
+            self._wanted = [pickle.loads(zlib.decompress(one)) for one in answer.wanted if one]
+            self._shares = ReadShares([], [list(range(len(wanted)))])
             if self._broadcast:
-                self._shares = share_out([zlib.decompress(n) for n in answer.needs], block)
-            else:
-                here = traffic.rank
-                self._shares = [ReadShare(*run, here, (here,)) for run in need.runs()]
+                self._shares = divide_reads(grids, self._wanted)
             self._grids = grids
             self._unexpected = tuple(names[number] for number in answer.unexpected)
         self._planned = perf_counter()
@@ -265,7 +264,7 @@ class _LoadTask:
             more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
             text = "\n\t".join([*lines[:_SHOWN], *more])
             refusal = f"{self.path} does not fit what is to be filled:\n\t{text}"
-        return _LoadDecision(refusal, unexpected, [one.need for one in found])
+        return _LoadDecision(refusal, unexpected, [one.wanted for one in found])
 
     # -- bytes ---------------------------------------------------------------------------------
 
@@ -288,11 +287,12 @@ class _LoadTask:
         records = self._index.records if self._config.verify_on_load else ()
         known = [record for record in records if record.crc is not None]
         self._parts = PartReader(reader, known, between=self._traffic.alive)
-        self._flow = Flow(self._traffic, self._parts, self._targets, self._grids)
-        self._flow.read_own(self._shares)
+        self._flow = Flow(self._traffic, self._parts, self._grids)
+        alone = self._shares.alone[self._traffic.rank if self._broadcast else 0]
+        self._parts.read_own([self._targets[index] for index in alone])
         read_odd(self._odd, reader)
         self._own_read = perf_counter()
-        self._flow.share(self._shares)
+        self._flow.share(self._shares.common, self._wanted, self._targets)
         self._filled = perf_counter()
 
     def _judge(self) -> _LoadResult:

@@ -14,6 +14,8 @@ something does; that all are ready; what was written. With `merge="union"` the s
 from __future__ import annotations
 
 import errno
+import hashlib
+import marshal
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,18 +24,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastserial.checksums import PartialCrc as Crc
 from fastserial.config import current
-from fastserial.distributed.onefile.decision import (
-    SaveDecision,
-    StateSummary,
-    Writers,
-    decided,
-    writing_ranks,
-)
-from fastserial.distributed.onefile.full_pickle import StandIns
-from fastserial.distributed.onefile.laid_out import FileLayout
+from fastserial.distributed.onefile.full_pickle import FileLayout, StandIns
 from fastserial.distributed.onefile.shard_writer import ShardWriter
 from fastserial.distributed.onefile.shared_file import FileIdentity, NewFile, OpenedFile
 from fastserial.distributed.plan.schedule import FilePlan, Schedule, schedule
+from fastserial.distributed.ranks.copies import differing
 from fastserial.distributed.ranks.exchange import Exchange
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.sharding.pieces import TensorSpec
@@ -41,24 +36,129 @@ from fastserial.distributed.state.agreement import Agreement
 from fastserial.distributed.state.facts import facts_of
 from fastserial.distributed.state.merging import merged
 from fastserial.distributed.state.tables import (
+    Grids,
     RecordSources,
     StateTable,
     synchronize_devices,
     table_of,
 )
-from fastserial.distributed.state.walk import Leaves, buffers_of, leaves, live, states
+from fastserial.distributed.state.walk import Leaves, buffers_of, leaves, states
 from fastserial.errors import ConfigError, WriteError, write_error
 from fastserial.formats.zip.layout import archive_name
 from fastserial.interrupts import finish
 from fastserial.memory.held_settings import paused_collection
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.reports import RankReport, SaveReport, publish_save
+from fastserial.saving import torch_writer
 from fastserial.saving.extent_writer import Outcome
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["TIMEOUT", "SaveTask", "save"]
+__all__ = ["TIMEOUT", "SaveTask", "Writers", "save"]
+
+Writers = Literal["all", "node"] | int
+Ranges = dict[int, list[tuple[int, int, int]]]
+
+
+class StateSummary(NamedTuple):
+    """What a rank says of its state.
+
+    Attributes:
+        node: name of the rank's node.
+        kept: name of the plan of its last save, b"" if there is none.
+        ranges, grids: of its `Table`.
+        digest, sums: see `Agreement`.
+    """
+
+    node: str
+    kept: bytes
+    ranges: list[tuple[int, int, int]]
+    grids: list[Grids]
+    digest: bytes
+    sums: dict[int, int]
+
+
+class SaveDecision(NamedTuple):
+    """What rank 0 decides.
+
+    Attributes:
+        agreed: False: what is compared differs, and all ranks send the details (`Agreement`).
+        name: of the plan.
+        plan: None: the one that all have from the last save; then the next two are empty.
+        ranges: of each FlatShard: rank, first element, end.
+        grids: see `Table`; of all ranks.
+        file: the new one.
+        sync_alone: the ranks are on several nodes: each syncs what it wrote.
+    """
+
+    agreed: bool
+    name: bytes
+    plan: FilePlan | None
+    ranges: Ranges
+    grids: list[Grids]
+    file: FileIdentity
+    sync_alone: bool
+
+
+def decided(found: Sequence[StateSummary], plan: FilePlan, file: FileIdentity) -> SaveDecision:
+    """Return rank 0's decision.
+
+    Args:
+        found: of all ranks.
+        plan, file: the new one.
+    """
+    ranges: Ranges = {}
+    for rank, one in enumerate(found):
+        for source, first, stop in one.ranges:
+            ranges.setdefault(source, []).append((rank, first, stop))
+    grids = [
+        tuple(sorted({grid for several in some for grid in several}))
+        for some in zip(*(one.grids for one in found), strict=False)
+    ]
+    whole: Any = (tuple(plan), sorted(ranges.items()), grids, found[0].digest)
+    name = hashlib.sha256(marshal.dumps(whole, 2)).digest()
+    kept = all(one.kept == name for one in found)
+    sums = [one.sums for one in found]
+    return SaveDecision(
+        agreed=all(one.digest == found[0].digest for one in found)
+        and (all(one == sums[0] for one in sums) or not differing(sums)),
+        name=name,
+        plan=None if kept else plan,
+        ranges={} if kept else ranges,
+        grids=[] if kept else grids,
+        file=file,
+        sync_alone=len({one.node for one in found}) > 1,
+    )
+
+
+def writing_ranks(writers: Writers, nodes: Sequence[str]) -> list[int]:
+    """Return the ranks that write.
+
+    Args:
+        writers: as the user wants them.
+        nodes: of all ranks.
+
+    Raises:
+        ConfigError: torch's storage alignment is no multiple of 16 bytes, with several ranks.
+        ValueError: no such writers.
+    """
+    size = len(nodes)
+    alignment = torch_writer.alignment()
+    if alignment % 16 and size > 1:
+        raise ConfigError(
+            f"with torch's storage alignment of {alignment} bytes elements would lie across the "
+            "borders between ranks: many ranks need a multiple of 16"
+        )
+    if writers == "all":
+        return list(range(size))
+    if writers == "node":
+        return sorted({nodes.index(node) for node in nodes})
+    if not isinstance(writers, int) or writers < 1:
+        raise ValueError(f'writers must be "all", "node" or a number, not {writers!r}')
+    count = min(writers, size)
+    return [index * size // count for index in range(count)]
+
 
 TIMEOUT = 600.0  # seconds
 # Bytes of one rank's tile, and of the tiles of all ranks in one round.
@@ -239,12 +339,15 @@ class SaveTask:
     def _plan(self, obj: object) -> tuple[Leaves, list[Any], _KeptPlan, SaveDecision]:
         """Agree with the other ranks on the plan: the one that all have, or a new one."""
         traffic = self._traffic
-        modules = live(obj)
+        found = leaves(obj)
+        modules, state = found.live, obj
         buffers = buffers_of(modules)
-        state = states(obj, modules)
+        if modules:
+            state = states(obj, modules)
         if self._merge == "union":
             state = merged(state, traffic, buffers)
-        found = leaves(state)
+        if state is not obj:
+            found = leaves(state)
         kept = self._known(found, buffers)
         table = kept.table
         agreement = Agreement(found, table, traffic, self.config)
@@ -272,7 +375,7 @@ class SaveTask:
         last = traffic.kept.get("save")
         if not isinstance(last, _KeptPlan):
             last = _KeptPlan([], StateTable())
-        facts = facts_of(found.keys, found.values)
+        facts = facts_of(found.paths, found.values)
         if facts is not None:
             facts.append(len(buffers))
             if facts == last.facts:

@@ -14,7 +14,7 @@ import torch
 from fastserial.checksums import CrcLedger, crc32_combine
 from fastserial.checksums import PartialCrc as Crc
 from fastserial.config import Config
-from fastserial.distributed.onefile.laid_out import FileLayout
+from fastserial.distributed.onefile.full_pickle import FileLayout
 from fastserial.distributed.plan.schedule import (
     CONTAINER,
     FilePlan,
@@ -32,7 +32,7 @@ from fastserial.distributed.ranks.exchange import (
     held_in_range,
     view_in_box,
 )
-from fastserial.distributed.sharding.boxes import Box, Overlap
+from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.state.tables import RecordSources
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer
 from fastserial.memory.held_settings import paused_collection
@@ -228,8 +228,8 @@ class ShardWriter:
         if memory is not None:
             shape: tuple[int, ...] = (move.piece.length,)
             dtype = torch.uint8
-            if move.overlap is not None:
-                shape = move.overlap.part.sizes
+            if move.part is not None:
+                shape = move.part.sizes
                 dtype = self._sources[move.piece.source].spec.dtype
             found = torch.empty(shape, dtype=dtype, device="cpu")
             memory.copy_to(found.data_ptr(), 0, found.nbytes)
@@ -237,13 +237,13 @@ class ShardWriter:
         return self._held_as(move, held_in_box)
 
     def _held_as(
-        self, move: Move, cut: Callable[[torch.Tensor, Box, Overlap], _Cut]
+        self, move: Move, cut: Callable[[torch.Tensor, Box, Box], _Cut]
     ) -> _Cut | torch.Tensor:
         """Return what this rank sends of a move, cut from its memory as a run or as a view."""
-        if move.overlap is None or move.box is None:
+        if move.part is None:
             return self._held_alone(move.piece)
-        view, whole = self._part_of(move.piece, move.overlap)
-        return cut(view, whole, move.overlap)
+        view, whole = self._part_of(move.piece, move.part)
+        return cut(view, whole, move.part)
 
     def _held_alone(self, piece: FileRange) -> torch.Tensor:
         """Return bytes that rank 0 alone has."""
@@ -254,22 +254,22 @@ class ShardWriter:
             raise ValueError(f"only rank 0 has {piece}")
         return self._laid_out.bytes_at(piece.offset, piece.length)
 
-    def _part_of(self, piece: FileRange, overlap: Overlap) -> tuple[torch.Tensor, Box]:
-        """Return the part of this rank's memory that has an overlap, and which box that is."""
+    def _part_of(self, piece: FileRange, part: Box) -> tuple[torch.Tensor, Box]:
+        """Return what of this rank's memory contains a part, and which box that is."""
         for whole, view in self._sources[piece.source].parts:
-            if all(
-                a <= x and x + n <= a + m for a, m, x, n in zip(*whole, *overlap.part, strict=True)
-            ):
+            if whole.contains(part):
                 return view, whole
-        raise ValueError(f"this rank has no {overlap.part} of {self._sources[piece.source].key}")
+        raise ValueError(f"this rank has no {part} of {self._sources[piece.source].key}")
 
     def _in_tile(self, move: Move, tile: torch.Tensor) -> Elements:
         """Return where what a move brings belongs."""
-        piece, at, _, overlap = move
+        piece, at, _, part = move
         flat = tile[at : at + piece.length]
-        if overlap is None:
+        if part is None:
             return flat
-        return held_in_range(flat, self._sources[piece.source].spec.dtype, overlap)
+        spec = self._sources[piece.source].spec
+        first = piece.start // spec.dtype.itemsize
+        return held_in_range(flat, spec.dtype, spec.shape, first, part)
 
     def _tile_extents(self, found: Round, tile: torch.Tensor) -> Iterator[Extent]:
         address = tile.data_ptr()

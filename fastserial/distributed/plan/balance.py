@@ -37,16 +37,13 @@ class Assignment(NamedTuple):
     stop: int
 
 
-def assign(
-    items: Sequence[Workload], ranks: int, before: Sequence[int] = (), least: int = _LEAST
-) -> list[Assignment]:
+def assign(items: Sequence[Workload], ranks: int, before: Sequence[int] = ()) -> list[Assignment]:
     """Return which rank writes or reads what; every row of every item once.
 
     Args:
         items: to be written.
         ranks: how many there are.
         before: bytes that each rank writes already; by default none.
-        least: bytes of a part that an item is cut into.
     """
     load = list(before) or [0] * ranks
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -61,7 +58,7 @@ def assign(
         numbers = groups[owners]
         total = sum(items[number].nbytes for number in numbers)
         room = _rooms([load[rank] for rank in owners], total)
-        for share in _given_out(items, numbers, owners, room, least):
+        for share in _given_out(items, numbers, owners, room):
             item = items[share.item]
             load[share.rank] += item.nbytes * (share.stop - share.first) // item.rows
             found.append(share)
@@ -89,7 +86,6 @@ def _given_out(
     numbers: Sequence[int],
     owners: Sequence[int],
     room: list[int],
-    least: int,
 ) -> list[Assignment]:
     """Give items out in their order, what cannot be cut first."""
     found: list[Assignment] = []
@@ -106,10 +102,10 @@ def _given_out(
                     at += 1
                 stop = 1
             else:
-                while at < last and room[at] < least:
+                while at < last and room[at] < _LEAST:
                     at += 1
                 stop = min(item.rows, first + max(1, round(room[at] / row)))
-                if at == last or (item.rows - stop) * row < least:
+                if at == last or (item.rows - stop) * row < _LEAST:
                     stop = item.rows
             found.append(Assignment(number, owners[at], first, stop))
             room[at] -= int((stop - first) * row)

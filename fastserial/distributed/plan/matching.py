@@ -12,7 +12,7 @@ import torch
 from fastserial.distributed.sharding.file_index import FileTensor, is_plain_tuple
 from fastserial.distributed.sharding.pieces import Holding, as_dtensor, holding
 from fastserial.distributed.state.states import LiveState
-from fastserial.distributed.state.walk import is_leaf, is_live, live
+from fastserial.distributed.state.walk import is_leaf, is_live, leaves
 from fastserial.errors import LoadMismatchError
 from fastserial.nests import Path, is_container, sequence_like, walk
 
@@ -52,7 +52,6 @@ class Match:
     _live: list[LiveState] = field(default_factory=list)
     _meshes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _tensors: dict[int, torch.Tensor] = field(default_factory=dict)
-    _storages: dict[tuple[int, int], torch.UntypedStorage] = field(default_factory=dict)
 
     def compare(self, into: Any, there: Any) -> None:
         """Compare all of what is to be filled with all that the file holds.
@@ -66,7 +65,7 @@ class Match:
                 f"not a {type(into).__name__}"
             )
         self.nest = into
-        self.modules = [one for one in live(into) if isinstance(one, torch.nn.Module)]
+        self.modules = [one for one in leaves(into).live if isinstance(one, torch.nn.Module)]
         new = self._compare(into, there, ())
         if isinstance(into, tuple) and new is not into:
             for index, (item, other) in enumerate(zip(into, new, strict=True)):
@@ -227,14 +226,14 @@ class Match:
             if there.problem is not None:
                 self.problems.append(f"{path_name(path)}: {there.problem}")
                 return None
+            if like is None and there.same in self._tensors:
+                return self._tensors[there.same]
             if like is not None and there.shape and like.shape == there.shape:
                 new = torch.empty_like(like, dtype=there.dtype, requires_grad=False)
-            elif like is not None:
-                new = torch.empty(there.shape, dtype=there.dtype, device="cpu")
-            elif there.same in self._tensors:
-                return self._tensors[there.same]
             else:
-                new = self._tensors[there.same] = self._as_saved(there)
+                new = torch.empty(there.shape, dtype=there.dtype, device="cpu")
+            if like is None:
+                self._tensors[there.same] = new
             held = holding(new, path_name(path), self.rank, self.ranks, self._meshes)
             self.jobs.append(TensorMatch(there, held))
             return new
@@ -248,36 +247,10 @@ class Match:
             return sequence_like(there, made)
         return there
 
-    def _as_saved(self, there: FileTensor) -> torch.Tensor:
-        """Return a new tensor; what shares memory in the file shares it here, too."""
-        new = torch.empty(0, dtype=there.dtype, device="cpu")
-        if there.storage is not None and not there.pending and _is_apart(there):
-            start, nbytes = there.storage
-            memory = self._storages.get(there.storage)
-            if memory is None:
-                made = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-                memory = self._storages[there.storage] = made.untyped_storage()
-            new.set_(memory, (there.offset - start) // there.itemsize, there.shape, there.stride)
-        else:
-            new = torch.empty(there.shape, dtype=there.dtype, device="cpu")
-        if there.parameter:
-            return torch.nn.Parameter(new, there.requires_grad)
-        return new.requires_grad_(there.requires_grad)
-
     def _mismatch(self, path: Path, wanted: str, there: Any) -> None:
         self.used.add(path)
         found = "a tensor" if isinstance(there, FileTensor) else f"a {type(there).__name__}"
         self.problems.append(f"{path_name(path)}: it is {wanted} here, in the file {found}")
-
-
-def _is_apart(tensor: FileTensor) -> bool:
-    """Return whether each element of a tensor has memory of its own."""
-    end = 0
-    for step, size in sorted(zip(tensor.stride, tensor.shape, strict=True)):
-        if size > 1 and step <= end:
-            return False
-        end += (size - 1) * step
-    return True
 
 
 def _are_values(into: Any, there: Any) -> bool:

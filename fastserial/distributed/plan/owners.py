@@ -1,101 +1,110 @@
 """Which rank reads which part of the file.
 
-The file is cut into aligned blocks. What only one rank needs it reads itself; what several need
-is divided among them, so that all of them read about as many bytes. No block is read by two.
+What only one rank wants it reads itself; what several want is divided among them, so that all of
+them read about as many bytes. No element is read by two ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fastserial.distributed.plan.balance import Workload, assign
+from fastserial.distributed.sharding.boxes import Box, span_of
+from fastserial.distributed.sharding.grid import Grid
 
-__all__ = ["NeedMap", "ReadShare", "block_bytes", "share_out"]
+__all__ = ["ReadShare", "ReadShares", "Wanted", "divide_reads"]
 
-# Bytes of the smallest block: more than the gaps that `loading.planner` reads along, so that
-# nobody reads what others own.
+# Bytes: smaller parts of a tensor are read together with what is near them. More than the gaps that
+# `loading.planner` reads along, so that nobody reads what others own.
 _FINEST = 256 * 1024
-_MOST_BLOCKS = 32 * 1024
-_MOST_GATHERED = 32 * 1024 * 1024  # bytes of all ranks' maps together
-_YES = b"\x01"
+_CUTS = 4  # what several want is cut at multiples of a quarter of that
 
-
-def block_bytes(file_size: int, ranks: int) -> int:
-    """Return the block size for a file: a power of two times the smallest (bytes)."""
-    most = max(1024, min(_MOST_BLOCKS, _MOST_GATHERED // ranks))
-    block = _FINEST
-    while file_size > block * most:
-        block *= 2
-    return block
-
-
-class NeedMap:
-    """Which blocks of the file a rank needs; one byte for each."""
-
-    def __init__(self, file_size: int, block: int) -> None:
-        self.block = block
-        self.blocks = bytearray(-(-file_size // block))
-
-    def add(self, first: int, stop: int) -> None:
-        """Mark the file's bytes [first, stop)."""
-        if first < stop:
-            low, high = first // self.block, min(len(self.blocks), -(-stop // self.block))
-            self.blocks[low:high] = _YES * (high - low)
-
-    def runs(self) -> list[tuple[int, int]]:
-        """Return the marked bytes as runs of blocks; the last may go past the file's end."""
-        return [(first * self.block, stop * self.block) for first, stop in _runs(self.blocks)]
+Wanted = Sequence[tuple[int, Box]]  # the array's number, and a box of it
 
 
 class ReadShare(NamedTuple):
-    """Bytes [first, stop) of the file: `owner` reads them, all `members` need some of them."""
+    """Elements [first, stop) of an array: `owner` reads them, all `members` want some of them."""
 
+    array: int
     first: int
     stop: int
     owner: int
     members: tuple[int, ...]
 
 
-def share_out(maps: Sequence[bytes | bytearray], block: int) -> list[ReadShare]:
-    """Divide what is needed among the ranks that need it.
+class ReadShares(NamedTuple):
+    """Who reads what; the same on every rank.
+
+    Attributes:
+        common: what several want, in the order of the file.
+        alone: of each rank, the indices of the boxes that it reads itself.
+    """
+
+    common: list[ReadShare]
+    alone: list[list[int]]
+
+
+class _Cluster(NamedTuple):
+    """Elements [first, stop) of an array, and the boxes in them: each a rank and its index."""
+
+    first: int
+    stop: int
+    boxes: list[tuple[int, int]]
+
+
+def divide_reads(grids: Mapping[int, Grid], wanted: Sequence[Wanted]) -> ReadShares:
+    """Divide what is wanted among the ranks that want it.
 
     Args:
-        maps: of each rank.
-        block: bytes of a block.
-
-    Returns:
-        The shares in file order, the same on every rank; the last may go past the file's end.
+        grids: the arrays, by their numbers.
+        wanted: by each rank.
     """
-    segments = list(_segments(maps))
-    items = [Workload((stop - at) * block, members, stop - at) for at, stop, members in segments]
-    found: list[ReadShare] = []
-    for number, owner, first, stop in assign(items, len(maps), least=block):
-        begin, _, members = segments[number]
-        found.append(ReadShare((begin + first) * block, (begin + stop) * block, owner, members))
+    spans: dict[int, list[tuple[int, int, int, int]]] = {}
+    for rank, boxes in enumerate(wanted):
+        for index, (number, box) in enumerate(boxes):
+            spans.setdefault(number, []).append((*span_of(grids[number].shape, box), rank, index))
+    load = [0] * len(wanted)
+    alone: list[list[int]] = [[] for _ in wanted]
+    shared: list[tuple[int, _Cluster]] = []
+    for number in sorted(spans, key=lambda number: grids[number].tensor.offset):
+        item = grids[number].tensor.itemsize
+        for cluster in _clusters(sorted(spans[number]), _FINEST // item):
+            if len(cluster.boxes) > 1:
+                shared.append((number, cluster))
+                continue
+            rank, index = cluster.boxes[0]
+            load[rank] += (cluster.stop - cluster.first) * item
+            alone[rank].append(index)
+    items: list[Workload] = []
+    for number, (first, stop, boxes) in shared:
+        nbytes = (stop - first) * grids[number].tensor.itemsize
+        members = tuple(sorted({rank for rank, _ in boxes}))
+        items.append(Workload(nbytes, members, -(-nbytes * _CUTS // _FINEST)))
+    common: list[ReadShare] = []
+    for which, owner, begin, end in assign(items, len(wanted), load):
+        number, (first, stop, _) = shared[which]
+        step = _FINEST // _CUTS // grids[number].tensor.itemsize
+        low, high = first + begin * step, min(first + end * step, stop)
+        common.append(ReadShare(number, low, high, owner, items[which].owners))
+    return ReadShares(common, alone)
+
+
+def _clusters(spans: Iterable[tuple[int, int, int, int]], near: int) -> list[_Cluster]:
+    """Join spans of one array that overlap, and small ones with what is near them.
+
+    Args:
+        spans: first element, end, rank and index, in order.
+        near: elements.
+    """
+    found: list[_Cluster] = []
+    for first, stop, rank, index in spans:
+        last = found[-1] if found else None
+        if last is not None:
+            small = min(stop - first, last.stop - last.first) < near
+            if first < last.stop or (small and first - last.stop < near):
+                last.boxes.append((rank, index))
+                found[-1] = last._replace(stop=max(last.stop, stop))
+                continue
+        found.append(_Cluster(first, stop, [(rank, index)]))
     return found
-
-
-def _segments(maps: Sequence[bytes | bytearray]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yield runs of blocks that the same ranks need: (first, stop, those ranks)."""
-    edges: dict[int, list[int]] = {}
-    for rank, one in enumerate(maps):
-        for first, stop in _runs(one):
-            edges.setdefault(first, []).append(rank)
-            edges.setdefault(stop, []).append(rank)
-    inside: set[int] = set()
-    before = 0
-    for edge in sorted(edges):
-        if inside:
-            yield before, edge, tuple(sorted(inside))
-        inside.symmetric_difference_update(edges[edge])
-        before = edge
-
-
-def _runs(one: bytes | bytearray) -> Iterator[tuple[int, int]]:
-    first = one.find(_YES)
-    while first >= 0:
-        stop = one.find(b"\0", first)
-        stop = stop if stop >= 0 else len(one)
-        yield first, stop
-        first = one.find(_YES, stop)

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from fastserial.distributed.plan.covers import Cover, HeldBox, cover_of
-from fastserial.distributed.plan.division import GRAIN, owned_blocks
-from fastserial.distributed.sharding.boxes import Box, Overlap, joined, overlaps
+from fastserial.distributed.plan.division import GRAIN, Cover, HeldBox, cover_of, owned_blocks
+from fastserial.distributed.sharding.boxes import Box, joined, within
 from fastserial.distributed.sharding.pieces import TensorSpec
 from fastserial.memory.held_settings import paused_collection
 
@@ -67,14 +66,14 @@ class Move(NamedTuple):
     Attributes:
         piece: of the file.
         tile: where it begins in the tile (bytes), which only the owner uses.
-        box: what the sender holds, and the part of it that travels; None for the container.
-        overlap: where it is in the piece.
+        box: what the sender holds; None for the container.
+        part: of the box, which travels.
     """
 
     piece: FileRange
     tile: int
     box: Box | None
-    overlap: Overlap | None
+    part: Box | None
 
 
 @dataclass(slots=True)
@@ -273,8 +272,8 @@ class Schedule:
             sender = owner if owner in ranks else ranks[owner % len(ranks)]
             if rank not in (sender, owner):
                 continue
-            for overlap in _overlaps(spec.shape, first, stop, box):
-                move = Move(piece, tile, box, overlap)
+            for part in _parts(spec.shape, box, first, stop):
+                move = Move(piece, tile, box, part)
                 if sender == rank:
                     found.sends.setdefault(owner, []).append(move)
                 if owner == rank:
@@ -296,8 +295,8 @@ def _elements_of(move: Move) -> tuple[int, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=4096)  # tensors of a model are alike
-def _overlaps(shape: tuple[int, ...], first: int, stop: int, box: Box) -> tuple[Overlap, ...]:
-    return tuple(overlaps(shape, first, stop, box))
+def _parts(shape: tuple[int, ...], box: Box, first: int, stop: int) -> tuple[Box, ...]:
+    return tuple(within(shape, box, first, stop))
 
 
 def schedule(

@@ -2,7 +2,7 @@
 
 Both directions are the same: a save sends what a rank holds to the rank that writes it, a load
 sends what a rank has read to the ranks that hold it. Sender and receiver name the same pieces in
-the same order; what a piece is, they know from `boxes.overlaps`. How much moves at once is the
+the same order; what a piece is, they know from `boxes.within`. How much moves at once is the
 caller's budget: the exchange needs a buffer for what it sends and one for what it receives.
 """
 
@@ -15,7 +15,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from fastserial.distributed.ranks.group import Traffic
-from fastserial.distributed.sharding.boxes import Box, Overlap, boxes_of_range, run_of
+from fastserial.distributed.sharding.boxes import Box, boxes_of_range, run_of, span_of
+from fastserial.formats.storages import contiguous_stride
 from fastserial.memory.storages import Memory, memmove
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
     "Elements",
     "Exchange",
     "GatheredMemory",
-    "HostRun",
     "MemorySlice",
     "as_integers",
     "held_in_box",
@@ -69,27 +69,30 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype is kind else tensor.resolve_neg().view(kind)
 
 
-def held_in_range(buffer: torch.Tensor, dtype: torch.dtype, overlap: Overlap) -> Elements:
-    """Return the elements of an overlap in the host's bytes that are the flat range."""
-    at, row, part = overlap
-    run = _run_in(row, part)
+def held_in_range(
+    buffer: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], first: int, part: Box
+) -> Elements:
+    """Return a part of a row-major tensor in host bytes that begin with its element `first`."""
+    run = run_of(shape, part)
+    item = dtype.itemsize
     if run is not None:
-        first, stop = run
-        item = dtype.itemsize
-        return HostRun(buffer.data_ptr() + (at + first) * item, (stop - first) * item, item, buffer)
-    whole = buffer.view(dtype).narrow(0, at, row.numel).view(row.sizes)
-    return whole[part.slices(row)]
+        address = buffer.data_ptr() + (run[0] - first) * item
+        return HostRun(address, part.numel * item, item, buffer)
+    flat = buffer.view(dtype)
+    start = int(flat.storage_offset()) + span_of(shape, part)[0] - first
+    return flat.as_strided(part.sizes, contiguous_stride(shape), start)
 
 
-def held_in_box(tensor: torch.Tensor, box: Box, overlap: Overlap) -> Elements:
-    """Return the elements of an overlap in the tensor that holds the box."""
+def held_in_box(tensor: torch.Tensor, box: Box, part: Box) -> Elements:
+    """Return a part of the tensor that holds the box."""
     if type(tensor) is torch.Tensor and tensor.is_cpu and is_as_it_lies(tensor):
-        run = _run_in(box, overlap.part)
+        offsets = tuple([at - base for at, base in zip(part.offsets, box.offsets, strict=True)])
+        run = run_of(box.sizes, Box(offsets, part.sizes))
         if run is not None:
             first, stop = run
             item = tensor.element_size()
             return HostRun(tensor.data_ptr() + first * item, (stop - first) * item, item, tensor)
-    return view_in_box(tensor, box, overlap)
+    return view_in_box(tensor, box, part)
 
 
 def is_as_it_lies(tensor: torch.Tensor) -> bool:
@@ -97,15 +100,9 @@ def is_as_it_lies(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def view_in_box(tensor: torch.Tensor, box: Box, overlap: Overlap) -> torch.Tensor:
-    """Return the view of an overlap in the tensor that holds the box."""
-    return tensor[overlap.part.slices(box)]
-
-
-def _run_in(whole: Box, part: Box) -> tuple[int, int] | None:
-    """Return the elements [first, stop) of a box that a part of it is, None if it is no run."""
-    offsets = tuple([at - base for at, base in zip(part.offsets, whole.offsets, strict=True)])
-    return run_of(whole.sizes, Box(offsets, part.sizes))
+def view_in_box(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
+    """Return the view of a part in the tensor that holds the box."""
+    return tensor[part.slices(box)]
 
 
 class Exchange:
@@ -259,22 +256,22 @@ class GatheredMemory:
 
     def copy_to(self, address: int, start: int, length: int) -> None:
         """Copy bytes [start, start + length) to host memory at `address`."""
-        item = self._view.element_size()
-        begin = (start - self._base) // item
-        target = torch.frombuffer(
-            (ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8
-        )
-        shape = tuple(self._view.shape)
-        whole = Box((0,) * len(shape), shape)
+        item, shape = self._view.element_size(), tuple(self._view.shape)
+        first, stop = (start - self._base) // item, -(-(start - self._base + length) // item)
+        skipped = start - self._base - first * item
+        if skipped or length != (stop - first) * item or address % item:  # it cuts elements
+            out = torch.empty((stop - first) * item, dtype=torch.uint8, device="cpu")
+        else:
+            memory = (ctypes.c_uint8 * length).from_address(address)
+            out = torch.frombuffer(memory, dtype=torch.uint8)
         at = 0
-        for box in boxes_of_range(shape, begin, begin + length // item):
+        for box in boxes_of_range(shape, first, stop):
             end = at + box.numel * item
-            piece = self._view[box.slices(whole)]
-            if at % item == 0 and address % item == 0:
-                target[at:end].view(piece.dtype).view(piece.shape).copy_(piece)
-            else:
-                target[at:end].copy_(piece.contiguous().flatten().view(torch.uint8))
+            piece = self._view[box.slices(Box((0,) * len(shape), shape))]
+            out[at:end].view(piece.dtype).view(piece.shape).copy_(piece)
             at = end
+        if out.data_ptr() != address:
+            memmove(address, out.data_ptr() + skipped, length)
 
 
 class MemorySlice:

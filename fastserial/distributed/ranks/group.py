@@ -16,7 +16,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -303,21 +303,6 @@ class Traffic:
             return pickle.dumps(decision(list(map(pickle.loads, messages))))
 
         return pickle.loads(self.consult(pickle.dumps(value), answer))
-
-    def swap(self, messages: Mapping[int, bytes], senders: Iterable[int]) -> dict[int, bytes]:
-        """Send messages to some ranks, and return those of others, by their rank.
-
-        Args:
-            messages: by the rank that gets it; not this one.
-            senders: ranks that send one to this rank.
-
-        Raises:
-            DistributedError: a rank failed, died or was silent for too long.
-        """
-        sent = [wait for rank, message in messages.items() for wait in self._post(rank, message)]
-        found = {rank: self._get(rank) for rank in sorted(senders)}
-        self._wait_for(sent)
-        return found
 
     def agree(self) -> None:
         """Return when every rank got here without an error.

@@ -1,53 +1,120 @@
 """Reads parts of tensors from one file: directly into their targets, or through windows.
 
-The CRC-32s of records are taken meanwhile; what several ranks know of a record is combined at the
-end.
+A window is a buffer for pieces of arrays. Whoever reads one and whoever gets parts of it find the
+same parts in the same order, so that only bytes are sent. The CRC-32s of records are taken
+meanwhile; what several ranks know of a record is combined at the end.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
 import torch
 
+from fastserial.checkpoints.tensor_read import resolved
 from fastserial.checksums import CrcLedger
 from fastserial.config.performance import SCATTERED_CHUNK
-from fastserial.distributed.reading.windows import (
-    ReadTarget,
-    Window,
-    WindowPart,
-    WindowRange,
-    buffer_for,
-    by_window,
-    deliver,
-    found_in,
-    spans_of,
-    windows_of,
-    within_runs,
-)
-from fastserial.distributed.sharding.boxes import Box, run_of
+from fastserial.distributed.ranks.exchange import INTEGERS
+from fastserial.distributed.sharding.boxes import Box, joined, run_of, span_of, within
 from fastserial.distributed.sharding.file_index import Record
+from fastserial.distributed.sharding.grid import Grid
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import CheckedSink, DeviceSink, HostSink, ReadExtent, Sink
 from fastserial.memory.storages import is_on_host, is_plain
 
-__all__ = ["PartReader"]
+__all__ = ["PartReader", "ReadTarget", "Window", "WindowPiece", "buffer_for", "windows_of"]
 
 _BETWEEN = 512 * 1024 * 1024  # bytes that are read at a stretch, unless one extent has more
 _NEAR = 64 * 1024  # bytes nobody wants that are read rather than split a read in two
+_ALIGN = 16  # bytes of the largest elements
 
-Run = tuple[int, int]  # bytes of the file, from the first up to the second
+
+@dataclass(slots=True, eq=False)  # thousands are made: frozen ones take longer
+class ReadTarget:
+    """What this rank wants of a tensor.
+
+    Attributes:
+        grid: of the tensor.
+        box: of the grid's array.
+        view: where its elements go.
+    """
+
+    grid: Grid
+    box: Box
+    view: torch.Tensor
+
+    def part(self, box: Box) -> torch.Tensor:
+        """Return the part of the view that is a box of the array, in the array's dimensions."""
+        return self.grid.part_of(self.view, self.box, box)
+
+    def takes_bytes(self) -> bool:
+        """Return whether the bytes of the file are those of the view's memory."""
+        view, tensor = self.view, self.grid.tensor
+        same = view.dtype == tensor.dtype and not tensor.pending
+        return same and is_plain(view) and not view.is_conj() and not view.is_neg()
+
+    def deliver(self, box: Box, found: torch.Tensor) -> None:
+        """Copy the elements of a box, given as integers; convert them if need be."""
+        tensor, into = self.grid.tensor, self.part(box)
+        if not self.takes_bytes():
+            into.copy_(resolved(found.view(tensor.dtype), tensor.pending))
+        elif into.is_complex():
+            into.copy_(found.view(tensor.dtype))
+        else:
+            into.view(INTEGERS[tensor.itemsize]).copy_(found)
 
 
-class _BoxRead(NamedTuple):
-    """A box of a target, and the bytes of the file that are read for it."""
+class WindowPiece(NamedTuple):
+    """Elements [first, stop) of an array, from byte `at` of a window's buffer on."""
 
+    grid: Grid
     first: int
     stop: int
-    target: ReadTarget
-    box: Box
+    at: int
+
+    def within(self, box: Box) -> Iterator[Box]:
+        """Yield the parts of a box of the array that the piece has."""
+        return within(self.grid.shape, box, self.first, self.stop)
+
+    def found(self, buffer: torch.Tensor, box: Box) -> torch.Tensor:
+        """Return a box of the piece as the buffer has it, as integers."""
+        item = self.grid.tensor.itemsize
+        first, _ = span_of(self.grid.shape, box)
+        start = self.at // item + first - self.first
+        return buffer.view(INTEGERS[item]).as_strided(box.sizes, self.grid.steps, start)
+
+
+Window = list[WindowPiece]
+
+
+def windows_of(runs: Iterable[tuple[Grid, int, int]], size: int) -> list[Window]:
+    """Cut elements [first, stop) of arrays into windows of up to `size` bytes."""
+    windows: list[Window] = []
+    room = 0
+    for grid, first, stop in runs:
+        item = grid.tensor.itemsize
+        while first < stop:
+            if room < _ALIGN:
+                windows.append([])
+                room = size
+            count = min(stop - first, room // item)
+            windows[-1].append(WindowPiece(grid, first, first + count, size - room))
+            room -= count * item + -(count * item) % _ALIGN
+            first += count
+    return windows
+
+
+def buffer_for(windows: Sequence[Window]) -> torch.Tensor:
+    """Return memory for any one of some windows."""
+    lasts = [window[-1] for window in windows]
+    ends = [one.at + (one.stop - one.first) * one.grid.tensor.itemsize for one in lasts]
+    nbytes = max(ends, default=0)
+    return torch.empty(nbytes + -nbytes % _ALIGN, dtype=torch.uint8, device="cpu")
 
 
 class PartReader:
@@ -70,7 +137,7 @@ class PartReader:
 
         Args:
             records: whose CRC-32s are to be taken: disjoint, in the order of the file.
-            whole: read a record of which anything is wanted as a whole.
+            whole: read an array of which anything is wanted as a whole, if it is a record.
             between: called now and then.
         """
         self._reader = reader
@@ -88,86 +155,72 @@ class PartReader:
 
     def checks(self, target: ReadTarget) -> bool:
         """Return whether what a target wants lies in one of the records."""
-        return self._record_of(*target.grid.span(target.box)) is not None
+        span = span_of(target.grid.shape, target.box)
+        return self._record_of(*target.grid.bytes_of(*span)) is not None
 
-    def read_own(self, targets: Sequence[ReadTarget], runs: Sequence[Run]) -> None:
-        """Fill what lies in runs of the file that no other rank reads.
-
-        Raises:
-            CorruptCheckpointError: the file changed meanwhile.
-            OSError: it cannot be read.
-        """
-        direct, rest = self._divided(targets, runs)
-        self._read_direct(direct)
-        windows = windows_of(rest, SCATTERED_CHUNK)
-        buffer = buffer_for(windows)
-        for window, pieces in zip(windows, by_window(targets, windows), strict=True):
-            self._between()
-            self.read_window(window, pieces, buffer)
-            for piece in pieces:
-                deliver(piece, found_in(buffer, piece))
-
-    def read_window(
-        self, window: Window, pieces: Sequence[WindowPart], buffer: torch.Tensor
-    ) -> None:
-        """Read what pieces need of a window into its buffer.
+    def read_own(self, targets: Sequence[ReadTarget]) -> None:
+        """Fill what this rank reads for itself alone.
 
         Raises:
             CorruptCheckpointError: the file changed meanwhile.
             OSError: it cannot be read.
         """
-        spans = window.ranges if self._whole else spans_of(pieces, window, _NEAR)
-        self._reader.read_into([one for span in spans for one in self._extents(span, buffer)])
-
-    def _divided(
-        self, targets: Sequence[ReadTarget], runs: Sequence[Run]
-    ) -> tuple[list[ReadExtent], list[Run]]:
-        """Return what can be read directly into its target, and the bytes of all else.
-
-        What is wanted twice is read once, by windows.
-        """
-        boxes = within_runs(targets, runs)
-        parts = sorted((self._part(target, box) for _, target, box in boxes), key=lambda p: p[:2])
-        self._reader.attend(
-            [t.view.untyped_storage() for t in targets if t.view is not None and is_plain(t.view)]
-        )
+        self._reader.attend([t.view.untyped_storage() for t in targets if is_plain(t.view)])
+        of_grid: dict[int, list[ReadTarget]] = {}
+        for target in targets:
+            of_grid.setdefault(id(target.grid), []).append(target)
         direct: list[ReadExtent] = []
-        rest: list[Run] = []
-        number = 0
-        while number < len(parts):
-            part = parts[number]
-            stop, end = part.stop, number + 1
-            while end < len(parts) and parts[end].first < stop:
-                stop = max(stop, parts[end].stop)
-                end += 1
-            extent = self._direct(part) if end == number + 1 else None
-            if extent is not None:
-                direct.append(extent)
-            else:
-                rest.append((part.first, stop))
-            number = end
-        return direct, rest
+        runs: list[tuple[Grid, int, int]] = []
+        rest: dict[int, list[ReadTarget]] = {}
+        for number, some in of_grid.items():
+            grid = some[0].grid
+            numel = prod(grid.shape)
+            whole = self._whole and self._record_of(*grid.bytes_of(0, numel)) is not None
+            spans = sorted(span_of(grid.shape, target.box) for target in some)
+            once = all(before[1] <= after[0] for before, after in pairwise(spans))
+            left: list[ReadTarget] = []
+            for target in some:
+                extent = self._direct(target) if once and (not whole or len(some) == 1) else None
+                if extent is None or (whole and extent.length != numel * grid.tensor.itemsize):
+                    left.append(target)
+                else:
+                    direct.append(extent)
+            if left:
+                rest[number] = left
+                needed = [(0, numel)] if whole else _needed(left)
+                runs += [(grid, first, stop) for first, stop in needed]
+        self._read_direct(sorted(direct, key=lambda extent: extent.offset))
+        runs.sort(key=lambda run: run[0].bytes_of(*run[1:]))
+        windows = windows_of(runs, SCATTERED_CHUNK)
+        buffer = buffer_for(windows)
+        for window in windows:
+            self._between()
+            self.read_window(window, buffer)
+            for piece in window:
+                for target in rest[id(piece.grid)]:
+                    for box in piece.within(target.box):
+                        target.deliver(box, piece.found(buffer, box))
 
-    def _part(self, target: ReadTarget, box: Box) -> _BoxRead:
-        """Return which bytes of the file are read for a part of a target."""
-        low, high = target.grid.span(box)
-        number = self._record_of(low, high) if self._whole else None
-        if number is not None:
-            low, high = self.records[number].offset, self._stops[number]
-        return _BoxRead(low, high, target, box)
+    def read_window(self, window: Window, buffer: torch.Tensor) -> None:
+        """Read the pieces of a window into its buffer.
 
-    def _direct(self, part: _BoxRead) -> ReadExtent | None:
-        """Return how a part is read to where it belongs, None if its bytes lie otherwise there."""
-        grid, view = part.target.grid, part.target.view
-        tensor = grid.tensor
-        if view is None or view.dtype != tensor.dtype or tensor.pending or not is_plain(view):
+        Raises:
+            CorruptCheckpointError: the file changed meanwhile.
+            OSError: it cannot be read.
+        """
+        self._reader.read_into([one for piece in window for one in self._extents(piece, buffer)])
+
+    def _direct(self, target: ReadTarget) -> ReadExtent | None:
+        """Return how a target is read to where it belongs, None if its bytes lie otherwise."""
+        grid, view = target.grid, target.view
+        run = run_of(grid.shape, target.box)
+        if run is None or not target.takes_bytes():
             return None
-        if run_of(grid.shape, part.box) is None or view.is_conj() or view.is_neg():
+        into = target.part(target.box)
+        if not into.is_contiguous():
             return None
-        into = grid.part_of(view, part.target.box, part.box)
-        nbytes = into.numel() * into.itemsize
-        if not into.is_contiguous() or nbytes != part.stop - part.first:
-            return None
+        first, stop = grid.bytes_of(*run)
+        nbytes = stop - first
         sink: Sink
         if is_on_host(into.untyped_storage()):
             sink = HostSink(into.data_ptr(), nbytes, view)
@@ -176,10 +229,10 @@ class PartReader:
             start = int(into.storage_offset()) * into.itemsize
             flat.set_(into.untyped_storage(), start, (nbytes,), (1,))
             sink = DeviceSink(flat, self._reader.ring)
-        number = self._record_of(part.first, part.stop)
+        number = self._record_of(first, stop)
         if number is not None:
-            sink = CheckedSink(sink, self.ledger, number, part.first - self.records[number].offset)
-        return ReadExtent(part.first, nbytes, sink)
+            sink = CheckedSink(sink, self.ledger, number, first - self.records[number].offset)
+        return ReadExtent(first, nbytes, sink)
 
     def _read_direct(self, extents: Sequence[ReadExtent]) -> None:
         group: list[ReadExtent] = []
@@ -194,26 +247,25 @@ class PartReader:
         if group:
             self._reader.read_into(group)
 
-    def _extents(self, span: WindowRange, buffer: torch.Tensor) -> Iterator[ReadExtent]:
-        """Return how bytes are read into a window's buffer."""
+    def _extents(self, piece: WindowPiece, buffer: torch.Tensor) -> Iterator[ReadExtent]:
+        """Return how a piece is read into a window's buffer."""
+        at, stop = begin, _ = piece.grid.bytes_of(piece.first, piece.stop)
 
         def into(low: int, high: int) -> HostSink:
-            address = buffer.data_ptr() + span.at + low - span.first
-            return HostSink(address, high - low, buffer)
+            return HostSink(buffer.data_ptr() + piece.at + low - begin, high - low, buffer)
 
-        at = span.first
-        number = bisect.bisect_right(self._stops, span.first)
-        while number < len(self.records) and self.records[number].offset < span.stop:
-            begin = self.records[number].offset
-            low, high = max(at, begin), min(span.stop, self._stops[number])
+        number = bisect.bisect_right(self._stops, at)
+        while number < len(self.records) and self.records[number].offset < stop:
+            start = self.records[number].offset
+            low, high = max(at, start), min(stop, self._stops[number])
             if at < low:
                 yield ReadExtent(at, low - at, into(at, low))
-            sink = CheckedSink(into(low, high), self.ledger, number, low - begin)
+            sink = CheckedSink(into(low, high), self.ledger, number, low - start)
             yield ReadExtent(low, high - low, sink)
             at = high
             number += 1
-        if at < span.stop:
-            yield ReadExtent(at, span.stop - at, into(at, span.stop))
+        if at < stop:
+            yield ReadExtent(at, stop - at, into(at, stop))
 
     def _record_of(self, first: int, stop: int) -> int | None:
         """Return the record in which bytes [first, stop) lie, None if they lie in none."""
@@ -221,3 +273,8 @@ class PartReader:
         if number == len(self.records) or self.records[number].offset > first:
             return None
         return number if stop <= self._stops[number] else None
+
+
+def _needed(targets: Sequence[ReadTarget]) -> list[tuple[int, int]]:
+    """Return the elements [first, stop) of an array that targets need."""
+    return joined(run for target in targets for run in target.grid.runs(target.box, _NEAR))

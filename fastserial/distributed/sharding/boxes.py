@@ -10,7 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Box", "Overlap", "boxes_of_range", "intersect", "joined", "overlaps", "run_of"]
+__all__ = [
+    "Box",
+    "boxes_of_range",
+    "intersect",
+    "joined",
+    "run_of",
+    "span_of",
+    "within",
+]
 
 
 class Box(NamedTuple):
@@ -23,6 +31,11 @@ class Box(NamedTuple):
     def numel(self) -> int:
         """How many elements there are; 1 for a tensor without dimensions."""
         return prod(self.sizes)
+
+    def contains(self, part: Box) -> bool:
+        """Return whether a box is a part of this one."""
+        ends = zip(*self, *part, strict=True)
+        return all(low <= first and first + n <= low + size for low, size, first, n in ends)
 
     def slices(self, whole: Box) -> tuple[slice, ...]:
         """Return the index of this box in a tensor that holds `whole`."""
@@ -93,28 +106,28 @@ def run_of(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
     return first, first + box.numel
 
 
-class Overlap(NamedTuple):
-    """Where a flat range and a box meet.
-
-    Attributes:
-        at: element of the range at which the consecutive box `row` begins.
-        row: one of the boxes that the range is.
-        part: what `row` and the box share.
-    """
-
-    at: int
-    row: Box
-    part: Box
+def span_of(shape: Sequence[int], box: Box) -> tuple[int, int]:
+    """Return the range [first, stop) of elements from the first of a box to its last."""
+    first, last, step = 0, 0, 1
+    for size, offset, length in zip(
+        reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True
+    ):
+        first += offset * step
+        last += (offset + length - 1) * step
+        step *= size
+    return first, last + 1
 
 
-def overlaps(shape: Sequence[int], first: int, stop: int, box: Box) -> Iterator[Overlap]:
-    """Return what the elements [first, stop) of a row-major tensor share with a box."""
-    at = 0
-    for row in boxes_of_range(shape, first, stop):
-        part = intersect(row, box)
-        if part is not None:
-            yield Overlap(at, row, part)
-        at += row.numel
+def within(shape: Sequence[int], box: Box, first: int, stop: int) -> Iterator[Box]:
+    """Yield the parts of a box that are in the elements [first, stop) of a row-major tensor."""
+    begin, end = span_of(shape, box)
+    if first <= begin and end <= stop:
+        yield box
+    elif first < end and begin < stop:
+        for row in boxes_of_range(shape, first, stop):
+            part = intersect(row, box)
+            if part is not None:
+                yield part
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -56,8 +56,6 @@ class FileTensor:
         pending: `conj`, `neg`: what torch applies to the elements when they are used.
         problem: why it cannot be read element by element, None if it can.
         same: number of the first mention of the same object; -1 where that is not known.
-        storage: offset and bytes of its storage in the file; None where it has none of its own.
-        parameter, requires_grad: what it is made as.
     """
 
     number: int
@@ -68,9 +66,6 @@ class FileTensor:
     pending: tuple[str, ...] = ()
     problem: str | None = None
     same: int = -1
-    storage: tuple[int, int] | None = None
-    parameter: bool = False
-    requires_grad: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -170,31 +165,16 @@ class _IndexBuilder:
         problem = _problem(tensor)
         stride: tuple[int, ...] = ()
         offset = 0
-        storage: tuple[int, int] | None = None
         if problem is None:
             stride = tuple(tensor.stride())
             if tensor.numel():
-                start = self._start_of(tensor)
-                offset = start + int(tensor.storage_offset()) * tensor.itemsize
-                if self._mapped.container != "safetensors":
-                    storage = start, tensor.untyped_storage().nbytes()
+                offset = self._start_of(tensor) + int(tensor.storage_offset()) * tensor.itemsize
         pending = tuple(
             name for name, has in (("conj", tensor.is_conj()), ("neg", tensor.is_neg())) if has
         )
         number = self._count - 1
-        return FileTensor(
-            number,
-            tensor.dtype,
-            shape,
-            stride,
-            offset,
-            pending,
-            problem,
-            self._first.setdefault(id(tensor), number),
-            storage,
-            isinstance(tensor, torch.nn.Parameter),
-            tensor.requires_grad,
-        )
+        same = self._first.setdefault(id(tensor), number)
+        return FileTensor(number, tensor.dtype, shape, stride, offset, pending, problem, same)
 
     def _start_of(self, tensor: torch.Tensor) -> int:
         """Return where a tensor's storage begins in the file."""

@@ -28,7 +28,6 @@ __all__ = [
     "TensorSpec",
     "as_dtensor",
     "boxes_at",
-    "boxes_on",
     "holding",
     "in_place",
     "local_of",

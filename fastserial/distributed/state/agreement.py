@@ -96,7 +96,7 @@ class Agreement:
         ours = {before + key for before, keys in found[0].others for key in keys}
         ours.update(self._found.paths)
         # What is no such dictionary on rank 0 is a value, and values may differ.
-        looked_into = {before for before, _ in (*found[0].others, *self._found.keys)}
+        looked_into = {before for before, _ in found[0].others}
         for rank, one in enumerate(found):
             theirs = [
                 before + key for before, keys in one.others if before in looked_into for key in keys

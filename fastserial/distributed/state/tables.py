@@ -28,8 +28,7 @@ from fastserial.distributed.sharding.pieces import (
     local_of,
     views,
 )
-from fastserial.distributed.state.leaf_specs import Describer, LeafSpec
-from fastserial.distributed.state.merging import MergedTensor, leaf_of
+from fastserial.distributed.state.merging import Describer, LeafSpec, MergedTensor, leaf_of
 from fastserial.errors import ConfigError
 from fastserial.memory.storages import HostMemory, Memory, synchronize
 from fastserial.overlap.snapshot import StoragePart
@@ -37,10 +36,8 @@ from fastserial.overlap.snapshot import StoragePart
 __all__ = [
     "SHARED_FROM",
     "Grids",
-    "RecordSource",
     "RecordSources",
     "StateTable",
-    "bytes_of",
     "difference",
     "is_plain",
     "synchronize_devices",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +14,15 @@ from fastserial.distributed.sharding.pieces import as_dtensor
 from fastserial.distributed.state.merging import MergedTensor
 from fastserial.distributed.state.states import module_of, state_of_module, state_of_optimizer
 from fastserial.errors import ConfigError
-from fastserial.nests import is_container, is_object, items_of, rebuilt, walk, with_items
+from fastserial.nests import (
+    PLAIN_VALUES,
+    is_container,
+    is_object,
+    items_of,
+    rebuilt,
+    walk,
+    with_items,
+)
 from fastserial.overlap.watch import all_storages
 
 __all__ = [
@@ -23,7 +32,6 @@ __all__ = [
     "is_live",
     "is_sharded",
     "leaves",
-    "live",
     "states",
 ]
 
@@ -34,7 +42,7 @@ _NAMES = {str, int}
 _MOST_NAMES = 4096
 # Kinds; modules may be containers, too. Others with a state are what torch calls stateful, as
 # schedulers are.
-_LEAF, _CONTAINER, _LIVE, _STATEFUL = 1, 2, 4, 8
+_VALUE, _LEAF, _CONTAINER, _LIVE, _STATEFUL = 0, 1, 2, 4, 8
 
 
 def is_leaf(value: object) -> bool:
@@ -52,109 +60,96 @@ def is_sharded(leaf: object) -> bool:
     return isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None
 
 
-class Leaves(Sequence[tuple[str, Any]]):
-    """The tensors of a nest, each with its key path such as `model.layers[0].weight`.
-
-    Paths are put together when they are asked for: of thousands that takes milliseconds.
+@dataclass(slots=True)
+class Leaves:
+    """What is in a nest.
 
     Attributes:
-        values: the tensors.
-        keys: where they are, to be compared: for some tensors each, what their paths begin with
-            and how they go on.
-        others: likewise, where dictionaries have what is no tensor.
+        paths, values: its tensors, each with its key path such as `model.layers[0].weight`.
+        others: the dictionaries whose keys name things: how the paths of their entries begin, and
+            the keys of those that are no tensors.
+        live: its modules and optimizers, each once.
+        stateful: other objects with a state, which no load could fill.
     """
 
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self.keys: list[tuple[str, list[str]]] = []
-        self.others: list[tuple[str, list[str]]] = []
-        self._paths: list[str] | None = None
-
-    def __len__(self) -> int:
-        return len(self.values)
+    paths: list[str] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    others: list[tuple[str, list[str]]] = field(default_factory=list)
+    live: list[Any] = field(default_factory=list)
+    stateful: list[Any] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         return zip(self.paths, self.values, strict=True)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return list(zip(self.paths[index], self.values[index], strict=True))
-        return self.paths[index], self.values[index]
-
-    @property
-    def paths(self) -> list[str]:
-        """The paths."""
-        if self._paths is None:
-            self._paths = [before + key for before, keys in self.keys for key in keys]
-        return self._paths
-
-    def add(self, before: str, keys: list[str], values: Iterable[Any]) -> None:
-        """Add tensors that are in one container."""
-        self.keys.append((before, keys))
-        self.values += values
-
 
 def leaves(obj: object) -> Leaves:
-    """Return the tensors of a nest.
+    """Return what is in a nest.
 
     Dicts, lists and tuples of all kinds are looked into, each once, whatever else holds a tensor
     is not.
+
+    Raises:
+        ConfigError: it holds an object with a state that is no module and no optimizer.
     """
-    found = Leaves()
     if is_leaf(obj):
-        found.add("", ["the object"], [obj])
-    elif is_container(obj):
-        _collect("", obj, set(), {}, found)
-    return found
+        return Leaves(["the object"], [obj])
+    found = _Walk()
+    found.add("", obj, _kind_of(obj))
+    if found.leaves.stateful:
+        raise ConfigError(_stateful(obj, found.leaves.stateful[0]))
+    return found.leaves
 
 
-def _collect(path: str, value: Any, seen: set[int], kinds: dict[type, int], found: Leaves) -> None:
-    """Add the leaves below a container; `kinds` as for `_kinds_of`."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    keys, values = _items(value)
-    there = _kinds_of(values, kinds)
-    more = any(kind & (_LEAF | _CONTAINER) for kind in there)
-    named = type(value) in _NAMING and (more or _are_names(keys))
-    if not (more or named):
-        return
-    if isinstance(value, Mapping):
-        before = f"{path}." if path else ""
-        if set(map(type, keys)) - {str}:
-            keys = [f"{key}" for key in keys]
-        if named and there != {_LEAF}:
-            pairs = zip(keys, values, strict=True)
-            found.others.append((before, [key for key, one in pairs if kinds[type(one)] != _LEAF]))
-        if not more:
+class _Walk:
+    """Collects what is in a nest. A state has thousands of values, of few types."""
+
+    def __init__(self) -> None:
+        self.leaves = Leaves()
+        self._seen: set[int] = set()
+        self._kinds: dict[type, int] = dict.fromkeys(PLAIN_VALUES, _VALUE)
+
+    def add(self, path: str, value: Any, kind: int) -> None:
+        """Add what is no tensor."""
+        found = self.leaves
+        if not kind or id(value) in self._seen:
             return
-    else:
-        before = f"{path}["
-        keys = [f"{key}]" for key in keys]
-    if there == {_LEAF}:
-        found.add(before, keys, values)
-        return
-    for key, item in zip(keys, values, strict=True):
-        kind = kinds[type(item)]
-        if kind == _LEAF:
-            found.add(before, [key], [item])
-        elif kind & _CONTAINER:
-            _collect(f"{before}{key}", item, seen, kinds, found)
+        self._seen.add(id(value))
+        if kind & _STATEFUL:
+            found.stateful.append(value)
+        if kind & _LIVE:
+            found.live.append(value)
+        if kind & _CONTAINER:
+            self._look_into(path, value)
+
+    def _look_into(self, path: str, container: Any) -> None:
+        found, kinds = self.leaves, self._kinds
+        items = items_of(container)
+        examples = {type(item): item for _, item in items}
+        for kind in examples.keys() - kinds.keys():
+            kinds[kind] = _kind_of(examples[kind])
+        more = any(kinds[kind] for kind in examples)
+        before, after = f"{path}[", "]"
+        others: list[str] | None = None
+        if isinstance(container, Mapping):
+            before, after = f"{path}." if path else "", ""
+            if type(container) in _NAMING and (more or _are_names(items)):
+                others = []
+                found.others.append((before, others))
+        if not more and others is None:
+            return
+        for key, item in items:
+            kind = kinds[type(item)]
+            if kind == _LEAF:
+                found.paths.append(f"{before}{key}{after}")
+                found.values.append(item)
+                continue
+            if others is not None:
+                others.append(f"{key}")
+            self.add(f"{before}{key}{after}", item, kind)
 
 
-def _are_names(keys: list[Any]) -> bool:
-    return len(keys) <= _MOST_NAMES and set(map(type, keys)) <= _NAMES
-
-
-def _kinds_of(values: Collection[Any], kinds: dict[type, int]) -> set[int]:
-    """Return of which kinds values are; enter the kinds of their types.
-
-    A state has thousands of values of few types: their types are found without a loop in Python.
-    """
-    examples = dict(zip(map(type, values), values, strict=True))
-    for kind in examples.keys() - kinds.keys():
-        kinds[kind] = _kind_of(examples[kind])
-    return {kinds[kind] for kind in examples}
+def _are_names(items: list[tuple[Any, Any]]) -> bool:
+    return len(items) <= _MOST_NAMES and {type(key) for key, _ in items} <= _NAMES
 
 
 def _kind_of(value: object) -> int:
@@ -162,45 +157,6 @@ def _kind_of(value: object) -> int:
         return _LEAF
     kind = _CONTAINER * is_container(value) + _LIVE * is_live(value)
     return kind or _STATEFUL * is_object(value)
-
-
-def _items(container: Any) -> tuple[list[Any], list[Any]]:
-    """Return the keys and values of a container.
-
-    Of mappings both by `items`: iterating over one of an unusual type may give others.
-    """
-    if type(container) in (dict, OrderedDict):
-        return list(container), list(container.values())
-    if isinstance(container, Mapping):
-        items = list(container.items())
-        return [key for key, _ in items], [value for _, value in items]
-    values = list(container)
-    return list(range(len(values))), values
-
-
-def live(value: object) -> list[Any]:
-    """Return the modules and optimizers of a nest, each once.
-
-    Raises:
-        ConfigError: it holds another object with a state, which no load could fill.
-    """
-    found: dict[int, Any] = {}
-    seen: set[int] = set()
-    kinds: dict[type, int] = {}
-    below: list[Collection[Any]] = [(value,)]
-    for values in below:  # which grows
-        if not any(kind & ~_LEAF for kind in _kinds_of(values, kinds)):
-            continue
-        for one in values:
-            kind = kinds[type(one)]
-            if kind & _STATEFUL:
-                raise ConfigError(_stateful(value, one))
-            if kind & _LIVE:
-                found[id(one)] = one
-            if kind & _CONTAINER and id(one) not in seen:
-                seen.add(id(one))
-                below.append(list(one.values()) if isinstance(one, Mapping) else one)
-    return list(found.values())
 
 
 def _stateful(nest: Any, wanted: Any) -> str:
@@ -222,7 +178,7 @@ def states(obj: object, found: list[Any]) -> Any:
     is the object itself, as every container in it is that holds none.
 
     Args:
-        found: its modules and optimizers (`live`).
+        found: its modules and optimizers.
 
     Raises:
         ConfigError: no module beside an optimizer names its parameters.

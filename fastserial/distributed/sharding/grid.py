@@ -6,14 +6,13 @@ too. A tensor with gaps, or with several indices of one element, is none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from math import prod
 
 import torch
 
-from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect
+from fastserial.distributed.sharding.boxes import Box, span_of
 from fastserial.distributed.sharding.file_index import FileTensor
 from fastserial.formats.storages import contiguous_stride
 
@@ -53,52 +52,27 @@ class Grid:
         view = view.permute(self.order)
         return view if box == whole else view[box.slices(whole)]
 
-    def position(self, index: Sequence[int]) -> int:
-        """Return where in the file an element of the array lies (bytes)."""
-        number = sum(at * step for at, step in zip(index, self.steps, strict=True))
-        return self.tensor.offset + number * self.tensor.itemsize
-
-    def span(self, box: Box) -> tuple[int, int]:
-        """Return where in the file a box begins and ends (bytes)."""
-        first = last = 0
-        for offset, size, step in zip(box.offsets, box.sizes, self.steps, strict=True):
-            first += offset * step
-            last += (offset + size - 1) * step
+    def bytes_of(self, first: int, stop: int) -> tuple[int, int]:
+        """Return where in the file elements [first, stop) begin and end (bytes)."""
         item, base = self.tensor.itemsize, self.tensor.offset
-        return base + first * item, base + (last + 1) * item
-
-    def between(self, box: Box, first: int, stop: int) -> Iterator[Box]:
-        """Yield the parts of a box whose elements begin in the bytes [first, stop) of the file."""
-        item, base = self.tensor.itemsize, self.tensor.offset
-        begin, end = self.span(box)
-        if first <= begin and end <= stop:
-            yield box
-            return
-        low = max(0, -((base - first) // item))
-        high = min(prod(self.shape), -((base - stop) // item))
-        for row in boxes_of_range(self.shape, low, high):
-            part = intersect(row, box)
-            if part is not None:
-                yield part
+        return base + first * item, base + stop * item
 
     def runs(self, box: Box, near: int) -> Iterator[tuple[int, int]]:
-        """Yield the bytes [first, stop) of the file that a box needs, in order.
+        """Yield the elements [first, stop) of the array that a box needs, in order.
 
         Gaps of up to `near` bytes are included.
         """
-        item = self.tensor.itemsize
-        length, cut = item, len(self.shape)
+        length, cut = 1, len(self.shape)
         while cut:
             dim = cut - 1
-            step = self.steps[dim] * item
-            if box.sizes[dim] > 1 and step - length > near:
+            step = self.steps[dim]
+            if box.sizes[dim] > 1 and (step - length) * self.tensor.itemsize > near:
                 break
             length += (box.sizes[dim] - 1) * step
             cut = dim
-        first = self.position(box.offsets)
+        first, _ = span_of(self.shape, box)
         for index in product(*map(range, box.sizes[:cut])):
-            elements = sum(at * step for at, step in zip(index, self.steps, strict=False))
-            begin = first + elements * item
+            begin = first + sum(at * step for at, step in zip(index, self.steps, strict=False))
             yield begin, begin + length
 
 
