@@ -59,6 +59,8 @@ class Config:
         small_file: files up to this many bytes are written through the page cache, without an
             engine. torch itself loads files up to twice, and cached ones up to four times this
             size: that takes it no longer.
+        retry_seconds: how long a save to a path on a network file system or FUSE is repeated as a
+            whole while it fails with EIO, ESTALE or ETIMEDOUT; 0: never.
         progress: show a progress bar for each save.
         on_report: called with the `SaveReport` after each save, in the saving thread.
         verify_on_load: check the CRC-32 of every record that `torch.load` reads (zip files).
@@ -88,6 +90,7 @@ class Config:
     cache: Cache = "auto"
     preallocate: bool = True
     small_file: int = SMALL_FILE
+    retry_seconds: int = 30
     progress: bool = False
     on_report: Callable[[SaveReport], None] | None = None
     verify_on_load: bool = False
@@ -129,6 +132,7 @@ _RANGES = {
     "queue_depth": range(1, 1025),
     "threads": range(1, 1025),
     "small_file": range(sys.maxsize),
+    "retry_seconds": range(86_401),
 }
 _TRUTH = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),

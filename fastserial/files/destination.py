@@ -21,10 +21,11 @@ import errno
 import fcntl
 import functools
 import io
+import logging
 import os
 import stat
 from collections.abc import Iterator
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, BinaryIO, TypeVar
 
 from fastserial import trace
@@ -50,6 +51,7 @@ __all__ = [
     "CallersFile",
     "Destination",
     "Replacement",
+    "Retries",
     "open_destination",
     "open_path",
     "required",
@@ -68,6 +70,10 @@ _NOT_FOR_US = (errno.EPERM, errno.EACCES, errno.EOVERFLOW)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
 _swept: set[str] = set()  # targets whose leftovers this process has looked for
 _MOST_SWEPT = 64
+_log = logging.getLogger("fastserial")
+_FIRST_PAUSE = 0.5  # seconds before a save is repeated; doubled each time
+# A network or its server failed. A server that restarts does not know the file handles it gave.
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 _CHANGED = "during the save it got an owner or attributes that a new file cannot have; save again"
 _UNREADABLE = Reason(
     "the directory is not readable, so it cannot be synced", "let this user read the directory"
@@ -109,9 +115,11 @@ class Replacement:
         committed: the new file is at the target.
         fallback: what the file system could not do, or None.
         named: its temporary name; None: it has none.
+        retries: what opens the target once more, after an error.
     """
 
     start = 0
+    retries: Retries | None = None
 
     def __init__(self, target: PathTarget, durable: bool, named: bool = False) -> None:
         """Create the file, empty and not yet visible at the target.
@@ -362,8 +370,56 @@ _APPENDING = Reason(
 )
 
 
+class Retries:
+    """Opens a path for a save, and once more after an error of a network file system.
+
+    Servers of network file systems and the processes behind FUSE are started again. A local disk
+    that fails does not recover within seconds.
+
+    Attributes:
+        reason: that the save was repeated, for its report; None: it was not.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], durable: bool, replace_link: bool, seconds: int
+    ) -> None:
+        """Take the arguments of `open_path`, and how long the save may be repeated."""
+        self.reason: Reason | None = None
+        self._open = functools.partial(open_path, path, durable, replace_link)
+        self._where = os.path.dirname(path) or os.curdir
+        self._deadline = perf_counter() + seconds
+        self._pause = _FIRST_PAUSE
+
+    def open(self) -> Replacement | StockWay:
+        """Open the path, as `open_path` does."""
+        while True:
+            try:
+                found = self._open()
+            except WriteError as error:
+                self.wait(error)
+                continue
+            if isinstance(found, Replacement):
+                found.retries = self
+            return found
+
+    def wait(self, error: WriteError) -> None:
+        """Wait before the save is repeated.
+
+        Raises:
+            WriteError: the error, which will not pass, or has lasted too long.
+        """
+        passing = error.errno in _PASSING and linux.magic_of(self._where) not in linux.LOCAL
+        if not passing or perf_counter() + self._pause > self._deadline:
+            raise error
+        _log.warning("%s; the save is repeated in %g s", error, self._pause)
+        sleep(self._pause)
+        self._pause *= 2
+        what = f"the save was repeated after an error: {os.strerror(error.errno or 0)}"
+        self.reason = Reason(what, "look for errors of the mount in the kernel's log")
+
+
 def open_destination(
-    given: Any, durable: bool, replace_link: bool = False
+    given: Any, durable: bool, replace_link: bool = False, retry_seconds: int = 0
 ) -> Destination | StockWay:
     """Open the destination of a save, or return why only torch may write it.
 
@@ -376,12 +432,13 @@ def open_destination(
     Args:
         given: a path or a file object, as for `torch.save`.
         durable, replace_link: as for `open_path`.
+        retry_seconds: how long it is repeated while a network file system fails.
 
     Raises:
         WriteError: nothing can be written there, by torch neither.
     """
     if isinstance(given, str | os.PathLike):
-        return open_path(given, durable, replace_link)
+        return Retries(given, durable, replace_link, retry_seconds).open()
     return _open_file(given)
 
 
@@ -489,6 +546,7 @@ class CallersFile:
     """
 
     durable = False
+    retries = None
     fallback = None
     outcome = "the save is incomplete"
 
@@ -528,6 +586,7 @@ Attributes of both:
     durable: after `sync`: what was written is on the device.
     fallback: what the file system could not do, or None.
     outcome: what an error leaves at the target, for its text.
+    retries: what opens it once more after an error; None: nothing does.
 
 `sync` and `commit` are called after the last byte. `discard` undoes what can be undone, and does
 nothing after `commit`.

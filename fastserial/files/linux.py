@@ -55,6 +55,8 @@ __all__ = [
 ]
 
 PROC = 0x9FA0  # `magic_of` of procfs
+# ext4, XFS, btrfs, F2FS, tmpfs, ZFS, bcachefs
+LOCAL = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x2FC12FC1, 0xCA451A4E}
 
 NO_PROC = Reason(
     "/proc is not mounted, and a file cannot be opened anew for direct I/O", "mount /proc"

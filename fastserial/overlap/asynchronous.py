@@ -275,10 +275,7 @@ class _AsyncWork:
     def __call__(self) -> SaveReport:
         writer, taken = self.writer, self.taken
         try:
-            writer.write_plan(self.plan)
-            writer.release_sources()
-            taken.verify()
-            writer.close()
+            writer.write_whole(self.plan, taken.verify)
         except BaseException as error:
             writer.abort()
             if isinstance(error, StorageChangedError):

@@ -169,7 +169,7 @@ def open_writer(
     """
     config = current()
     try:
-        found = open_destination(target, config.durable, replace_link)
+        found = open_destination(target, config.durable, replace_link, config.retry_seconds)
     except WriteError as error:
         scarce = error.errno in (errno.EMFILE, errno.ENFILE)
         if not scarce or (replace_link and os.path.islink(target)):  # torch would follow it

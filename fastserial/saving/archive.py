@@ -116,7 +116,9 @@ class ZipArchive:
         self._pause.end()
         with paused_collection():
             self.plan = torch_writer.finish(self._layout)
-        if self._writer is not None:
+        if self._writer is not None and self._owns_writer:
+            self._writer.write_whole(self.plan)
+        elif self._writer is not None:
             self._writer.write_plan(self.plan)
 
     def __enter__(self) -> ZipArchive:
@@ -128,9 +130,7 @@ class ZipArchive:
         try:
             if error is None:
                 self.write_end_of_file()
-                if self._owns_writer and writer is not None:
-                    writer.close()
-                elif writer is not None:
+                if writer is not None and not self._owns_writer:
                     writer.release_sources()
             elif writer is not None:
                 name_in(error, writer.name)

@@ -86,7 +86,6 @@ class FastFileWriter:
                 only by torch: no file can be replaced there, or it is no plain file.
             TypeError: neither or both of `target` and `file_path` are given.
         """
-        self._discarded = False
         if (target is None) is (file_path is None):
             raise TypeError("give a FastFileWriter one target")
         given: Any = target if target is not None else file_path
@@ -100,22 +99,28 @@ class FastFileWriter:
         self._container = container
         self._report: SaveReport | None = None
         if not isinstance(given, Replacement | CallersFile):
-            given = required(open_destination(given, self._config.durable), given)
-        self._destination: Destination = given
+            durable, seconds = self._config.durable, self._config.retry_seconds
+            found = open_destination(given, durable, retry_seconds=seconds)
+            given = required(found, given)
         if isinstance(given, CallersFile) and self._config.durable:
             self._config = replace(self._config, durable=False)  # the caller decides when to sync
-        self._began = self._destination.began
+        self._began = given.began
+        self._begin(given)
+
+    def _begin(self, destination: Destination) -> None:
+        """Begin to write a destination, which is empty."""
+        self._destination = destination
         self._bar = ProgressBar(self.name) if self._config.progress else None
         self._out = ExtentWriter(
-            self._destination.fd,
+            destination.fd,
             self._config,
             None if self._bar is None else self._bar.update,
-            owner=self._destination,
+            owner=destination,
         )
         self._expected: int | None = None  # bytes of the whole file, once they are known
         self._written = 0  # bytes passed on
         self._gathered = bytearray()
-        self._closed = False
+        self._closed = self._discarded = False
 
     # -- a file object -------------------------------------------------------------------------
 
@@ -253,6 +258,30 @@ class FastFileWriter:
         self._container = "zip"
         ledger = CrcLedger(plan.sizes, plan.crcs) if None in plan.crcs else None
         self.write_layout(plan.extents, plan.nbytes, ledger)
+
+    def write_whole(self, plan: ZipPlan, check: Callable[[], object] = bool) -> None:
+        """Write an archive as the whole file, and close; `check` comes before the commit.
+
+        While a network file system fails, the archive is written again to a new file, for at most
+        `retry_seconds`.
+
+        Raises:
+            WriteError: the disk is full or failed.
+        """
+        while True:
+            try:
+                self.write_plan(plan)
+                self.release_sources()
+                check()
+                self.close()
+            except WriteError as error:
+                retries = self._destination.retries
+                if retries is None:
+                    raise
+                retries.wait(error)
+                self._begin(required(retries.open(), self.name))
+            else:
+                return
 
     def write_layout(
         self, extents: Sequence[Extent], nbytes: int, ledger: CrcLedger | None = None
@@ -396,6 +425,8 @@ class FastFileWriter:
 
     def _publish(self) -> None:
         outcome, config = self._out.outcome, self._config
+        retries = self._destination.retries
+        repeated = None if retries is None else retries.reason
         seconds = perf_counter() - self._began
         self._phases["serialize"] = max(0.0, seconds - sum(self._phases.values()))
         self._report = SaveReport(
@@ -406,7 +437,7 @@ class FastFileWriter:
             engine=outcome.engine,
             direct=outcome.direct,
             durable=self._destination.durable,
-            fallback=self._destination.fallback or outcome.fallback,
+            fallback=repeated or self._destination.fallback or outcome.fallback,
             block_size=config.block_size,
             queue_depth=config.queue_depth,
             threads=config.threads,

@@ -3,6 +3,7 @@
 --no-direct        opening with O_DIRECT fails with EINVAL
 --short BYTES      a write takes at most this many bytes; FOLDER.short is there once one was cut
 --no-dirsync       syncing a directory fails with EINVAL
+--failing          calls fail as FOLDER.fails says: `write ESTALE 2`, the next two writes do
 --volatile         a device with a write cache: files read back what was written, but only what was
                    synced is on the medium. Writing the name of a file into `/.cut` makes a copy
                    of the medium there, with a random part of the cache: a power cut
@@ -44,6 +45,21 @@ class Mirror(Operations):  # type: ignore[misc]
     def __init__(self, folder: str, options: argparse.Namespace) -> None:
         self.folder = folder
         self.options = options
+        self._once = threading.Lock()
+
+    def __call__(self, op: str, *arguments: Any) -> Any:
+        if self.options.failing:
+            self._fail(op)
+        return super().__call__(op, *arguments)
+
+    def _fail(self, op: str) -> None:
+        """Raise what the file of failures says of this call, once less than before."""
+        file = Path(f"{self.folder}.fails")
+        with self._once:
+            call, name, count = file.read_text().split()
+            if call == op and int(count):
+                file.write_text(f"{call} {name} {int(count) - 1}")
+                raise FuseOSError(getattr(errno, name))
 
     def _below(self, path: str) -> str:
         return self.folder + path
@@ -256,7 +272,7 @@ class Store(Mirror):
         super().unlink(path)
 
 
-_SWITCHES = ("no-direct", "no-dirsync", "volatile")
+_SWITCHES = ("no-direct", "no-dirsync", "failing", "volatile")
 _OF_STORES = ("sequential", "no-rename", "no-replace", "no-unlink", "no-sync", "no-link-counts")
 
 
