@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 import fastserial
 from fastserial.distributed import FastLoadPlanner, FastStorageReader, FastStorageWriter
-from fastserial.distributed.dcp.load_planner import SharedRead, pass_on
+from fastserial.distributed.dcp.load_planner import pass_on
 from fastserial.distributed.dcp.storage_writer import snapshot
 from fastserial.errors import UnreadableCheckpointError
 
@@ -78,8 +78,7 @@ def test_what_is_passed_on_of_a_tensor_without_memory() -> None:
             sent.append(data.clone())
             return lambda: None
 
-    read = SharedRead(0, 0, (1,))
-    pass_on([read], lambda number: Wrapper(inner), Traffic())  # type: ignore[arg-type]
+    pass_on([(Wrapper(inner), 0, (1,))], Traffic())  # type: ignore[arg-type]
     assert torch.equal(torch.cat(sent).view(torch.float32), inner)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from fastserial.checkpoints.streaming import FileMemory
 from fastserial.distributed.dcp.item_layout import outermost_first
-from fastserial.distributed.dcp.item_structure import ItemParser, ItemTensor
+from fastserial.distributed.dcp.item_structure import ItemTensor, tensor_in
 from fastserial.distributed.ranks.exchange import MemorySlice
 from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect, run_of
 from fastserial.errors import ConvertError, CorruptCheckpointError, UnreadableCheckpointError
@@ -135,7 +135,6 @@ class FolderSource:
         self._opened: dict[str, tuple[int, FileStamp]] = {}
         self._untouched: Untouched | None = None
         self._memory: dict[int, Memory] = {}  # of the tensors, by the address of their storages
-        self._parser = ItemParser()
         try:
             found = FolderContainer(path).joined()
             self.container = "dcp"
@@ -249,7 +248,7 @@ class FolderSource:
             return os.pread(fd, min(count, item.length - first), item.offset + first)
 
         try:
-            found = self._parser.tensor_in(peek, item.length, dtype, shape, item.known)
+            found = tensor_in(peek, item.length, dtype, shape, item.known)
         except CorruptCheckpointError as error:
             raise self._damaged(item.name, error.message) from error
         except UnreadableCheckpointError as error:

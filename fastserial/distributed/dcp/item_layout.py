@@ -23,7 +23,6 @@ from fastserial.distributed.ranks.exchange import GatheredMemory
 from fastserial.errors import LayoutError
 from fastserial.formats.extents import Data, DescriptorPatch, Literal, Trailer
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan, fold, lookalike_of
-from fastserial.formats.zip.structs import CENTRAL, DESCRIPTOR_SIGNATURE, END64, END_BYTES
 from fastserial.memory.storages import HostMemory, Memory
 from fastserial.memory.untouched import Untouched
 from fastserial.saving import torch_writer
@@ -86,7 +85,7 @@ _ARCHIVE = "archive"  # torch's name for what goes to a stream
 _PROTOCOL = 2  # torch.save's default
 _CRC = struct.Struct("<I")
 _CRC_IN_DESCRIPTOR = 4
-_CRC_IN_CENTRAL = 16
+_MARKER = 0x5EA1_F00D  # instead of the data's CRC-32, to find where it stands
 _DIGITS = 20
 
 
@@ -131,9 +130,7 @@ class Frame:
         fields = self._fields
         if fields is None:
             return self._tail
-        combined = fold(fields.seed, crc)
-        for value in fields.after:
-            combined = fold(combined, value)
+        combined = functools.reduce(fold, (crc, *fields.after), fields.seed)
         text = bytearray(self._tail)
         digits = b"%020d" % combined
         start = fields.text + _DIGITS
@@ -213,7 +210,9 @@ def _frame_of_plan(plan: ZipPlan, archive: _RecordLayout, lookalike: int | None)
     if data is None:  # an empty tensor
         return Frame(_bytes_of(plan, len(plan.extents)), b"", None)
     head = _bytes_of(plan, data)
+    record, last = archive.data_record, len(plan.sizes) - 1
     crcs = [crc or 0 for crc in plan.crcs]
+    crcs[record] = _MARKER if archive.layout.checksums else 0
     tail = b""
     for extent in plan.extents[data + 1 :]:
         source = extent.source
@@ -223,27 +222,21 @@ def _frame_of_plan(plan: ZipPlan, archive: _RecordLayout, lookalike: int | None)
             tail += source.make(crcs)
         else:
             raise LayoutError("torch writes something unknown behind the data")
-    record, last = archive.data_record, len(plan.sizes) - 1
     seed = 0
     for crc, size in zip(crcs[:record], plan.sizes, strict=False):
         seed = fold(seed, crc) if size else seed
+    after = zip(crcs[record + 1 : last], plan.sizes[record + 1 : last], strict=True)
+    rest = tuple(crc for crc, size in after if size)
+    combined = functools.reduce(fold, (crcs[record], *rest), seed)
+    text = tail.index(b"%020d" % combined) - _DIGITS
+    central = text_central = 0
+    if archive.layout.checksums:
+        central = tail.index(_CRC.pack(_MARKER))
+        text_central = tail.rindex(_CRC.pack(crc32(tail[text : text + 2 * _DIGITS])))
     if lookalike is not None:
         seed = fold(seed, lookalike)
-    after = zip(crcs[record + 1 : last], plan.sizes[record + 1 : last], strict=True)
-    directory = _directory_start(tail)
-    centrals = _central_entries(tail, directory)
-    return Frame(
-        head,
-        tail,
-        _Fields(
-            archive.layout.checksums,
-            centrals[record] + _CRC_IN_CENTRAL,
-            tail.rindex(DESCRIPTOR_SIGNATURE, 0, directory) - 2 * _DIGITS,
-            centrals[last] + _CRC_IN_CENTRAL,
-            seed,
-            tuple(crc for crc, size in after if size),
-        ),
-    )
+    fields = _Fields(archive.layout.checksums, central, text, text_central, seed, rest)
+    return Frame(head, tail, fields)
 
 
 def _bytes_of(plan: ZipPlan, count: int) -> bytes:
@@ -251,20 +244,3 @@ def _bytes_of(plan: ZipPlan, count: int) -> bytes:
     if not all(isinstance(source, Literal) for source in sources):
         raise LayoutError("torch writes something unknown before the data")
     return b"".join(bytes(source.data) for source in sources if isinstance(source, Literal))
-
-
-def _directory_start(tail: bytes) -> int:
-    end = len(tail) - END_BYTES
-    nbytes: int = END64.unpack_from(tail, end)[8]
-    return end - nbytes
-
-
-def _central_entries(tail: bytes, start: int) -> list[int]:
-    """Return where the entry of each record begins."""
-    found: list[int] = []
-    at = start
-    while at < len(tail) - END_BYTES:
-        fields = CENTRAL.unpack_from(tail, at)
-        found.append(at)
-        at += CENTRAL.size + sum(fields[10:13])
-    return found

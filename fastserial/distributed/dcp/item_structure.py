@@ -1,11 +1,7 @@
-"""Where the tensor is in an item: an archive of `torch.save`, parsed once for similar tensors.
-
-Archives of similar tensors begin with the same bytes, by which most of them are recognized.
-"""
+"""Where the tensor is in an item, which is an archive of `torch.save`."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,13 +20,12 @@ from fastserial.formats.storages import contiguous_stride
 from fastserial.formats.tensors import Outline, zip_outline
 from fastserial.formats.zip.directory import Directory
 from fastserial.formats.zip.records import all_checksums, read_places, read_record
-from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE, END, END_SIGNATURE, LOCAL_SIGNATURE
+from fastserial.formats.zip.structs import END, END_SIGNATURE, LOCAL_SIGNATURE
 
-__all__ = ["ItemParser", "ItemTensor", "check_archive"]
+__all__ = ["ItemTensor", "check_archive", "tensor_in"]
 
 _EDGE = 4096  # bytes; more than what surrounds the data of a tensor
 _MOST = 1024 * 1024  # bytes of a record other than the data
-_DESCRIPTOR = struct.Struct("<4sI")
 
 Peek = Callable[[int, int], bytes]
 
@@ -52,47 +47,31 @@ class ItemTensor(NamedTuple):
     crc: int | None
 
 
-class ItemParser:
-    """Finds the tensors in items. Remembers how the archives begin that it has parsed."""
+def tensor_in(
+    peek: Peek,
+    length: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    known: Known | None = None,
+) -> ItemTensor | None:
+    """Return the tensor in an item, None if only `torch.load` can read it.
 
-    def __init__(self) -> None:
-        self._seen: dict[
-            tuple[int, torch.dtype, tuple[int, ...]], list[tuple[bytes, ItemTensor]]
-        ] = {}
+    Args:
+        peek: returns bytes of the item: (first, how many), or fewer at its end.
+        length: of the item (bytes).
+        dtype, shape: of the tensor, as `.metadata` has them.
+        known: what our writer added there.
 
-    def tensor_in(
-        self,
-        peek: Peek,
-        length: int,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        known: Known | None = None,
-    ) -> ItemTensor | None:
-        """Return the tensor in an item, None if only `torch.load` can read it.
-
-        Args:
-            peek: returns bytes of the item: (first, how many), or fewer at its end.
-            length: of the item (bytes).
-            dtype, shape: of the tensor, as `.metadata` has them.
-            known: what our writer added there.
-
-        Raises:
-            CorruptCheckpointError: what surrounds the data is damaged.
-        """
-        if known is not None and known.start is not None:
-            nbytes = torch.Size(shape).numel() * dtype.itemsize
-            if known.start + nbytes > length:
-                raise CorruptCheckpointError("it has fewer bytes than its shape needs")
-            strides = known.strides or contiguous_stride(shape)
-            return ItemTensor(known.start, nbytes, dtype, shape, strides, known.crc)
-        similar = self._seen.setdefault((length, dtype, shape), [])
-        for head, content in similar:
-            if peek(0, len(head)) == head:
-                return content._replace(crc=_checksum(peek, content, length))
-        found = _parsed(peek, length)
-        if found is not None:
-            similar.append((peek(0, found.start), found))
-        return found
+    Raises:
+        CorruptCheckpointError: what surrounds the data is damaged.
+    """
+    if known is None or known.start is None:
+        return _parsed(peek, length)
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if known.start + nbytes > length:
+        raise CorruptCheckpointError("it has fewer bytes than its shape needs")
+    strides = known.strides or contiguous_stride(shape)
+    return ItemTensor(known.start, nbytes, dtype, shape, strides, known.crc)
 
 
 def check_archive(data: bytes, path: str, item: str) -> bool:
@@ -116,17 +95,6 @@ def check_archive(data: bytes, path: str, item: str) -> bool:
             name = f"{item}: {record.name}"
             check_crc(crc32(read_record(source, record, len(data))), record.crc, path, name)
     return all_checksums(directory)
-
-
-def _checksum(peek: Peek, content: ItemTensor, length: int) -> int | None:
-    """Return the CRC-32 behind the data of a tensor, None if the archive has none."""
-    at = content.start + content.nbytes
-    if not content.nbytes or at + _DESCRIPTOR.size > length:
-        return None
-    signature, crc = _DESCRIPTOR.unpack(peek(at, _DESCRIPTOR.size))
-    if signature != DESCRIPTOR_SIGNATURE:
-        raise CorruptCheckpointError("damaged: there is no checksum behind the data")
-    return crc or None
 
 
 def _parsed(peek: Peek, length: int) -> ItemTensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fastserial.distributed.dcp.entries import (
@@ -28,22 +27,23 @@ from fastserial.distributed.dcp.entries import (
     whole_box,
 )
 from fastserial.distributed.plan.balance import Workload, assign
-from fastserial.distributed.ranks.group import Traffic, collective, node_name
+from fastserial.distributed.ranks.group import Traffic, node_name
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import is_plain
 
-__all__ = ["SHARED_FROM", "FastLoadPlanner", "SharedRead", "pass_on"]
+__all__ = ["TIMEOUT", "FastLoadPlanner", "pass_on", "read_together"]
 
 SHARED_FROM = 1024 * 1024  # bytes; smaller pieces are read by each rank
+TIMEOUT = 1800.0  # seconds: a rank may still be reading when others wait for it
 _MESSAGE = 32 * 1024 * 1024  # bytes of one message
 
 
 class PieceRequest(NamedTuple):
-    """A piece of a stored tensor.
+    """A part of a stored tensor that a rank wants.
 
     Attributes:
-        key, chunk: of the part of the checkpoint that it is in.
-        first, lengths: the elements of that part.
+        key, chunk: of the chunk of the checkpoint that it is in.
+        first, lengths: the elements of that chunk.
         dtype: of the target.
         nbytes: of it.
     """
@@ -56,65 +56,84 @@ class PieceRequest(NamedTuple):
     nbytes: int
 
 
-class RankRequests(NamedTuple):
-    """The pieces that a rank of the job requests, and the node that it is on."""
-
-    rank: int
-    node: str
-    pieces: list[PieceRequest]
-
-
-class SharedRead(NamedTuple):
-    """A piece that is read by one rank and sent to others.
-
-    Attributes:
-        number: of the piece among those that this rank requests.
-        reader, receivers: ranks.
-    """
-
-    number: int
-    reader: int
-    receivers: tuple[int, ...]
-
-
-def shared_reads(ranks: Sequence[RankRequests]) -> list[list[SharedRead]]:
-    """Return each rank's shared reads, in an order that is the same on all.
-
-    Each piece is read by one of the ranks that request it, so that all of them read about as much.
-    """
-    requesting: dict[PieceRequest, list[tuple[int, int]]] = {}
-    for rank, requests in enumerate(ranks):
-        for number, piece in enumerate(requests.pieces):
-            requesting.setdefault(piece, []).append((rank, number))
-    shared = [
-        (piece, found)
-        for piece, found in requesting.items()
-        if len({rank for rank, _ in found}) == len(found)  # none twice on one rank
-    ]
-    items = [Workload(piece.nbytes, tuple(rank for rank, _ in found)) for piece, found in shared]
-    made: list[list[SharedRead]] = [[] for _ in ranks]
-    for share in assign(items, len(ranks)):
-        found = shared[share.item][1]
-        receivers = tuple(rank for rank, _ in found if rank != share.rank)
-        for rank, number in found if receivers else ():
-            made[rank].append(SharedRead(number, share.rank, receivers))
-    return made
-
-
-def pass_on(
-    mine: Sequence[SharedRead], target_of: Callable[[int], torch.Tensor], traffic: Traffic
+def read_together(
+    items: Sequence[ReadItem],
+    planner: LoadPlanner,
+    traffic: Traffic,
+    read: Callable[[list[ReadItem]], None],
 ) -> None:
+    """Read items; what several ranks want, one of them reads and sends to the others. Collective.
+
+    Args:
+        items: of this rank.
+        read: reads some of them.
+
+    Raises:
+        DistributedError: another rank failed.
+    """
+    wanted: dict[PieceRequest, list[ReadItem]] = {}
+    for item in items:
+        request = _request(item, planner)
+        if request is not None:
+            wanted.setdefault(request, []).append(item)
+    once = [request for request, some in wanted.items() if len(some) == 1]
+    shared: list[tuple[PieceRequest, int, tuple[int, ...]]] = traffic.decide(once, _shared)
+    mine = [
+        (wanted[request][0], reader, tuple(rank for rank in ranks if rank != reader))
+        for request, reader, ranks in shared
+        if traffic.rank in ranks
+    ]
+    received = {id(item): item for item, reader, _ in mine if reader != traffic.rank}
+    read([item for item in items if id(item) not in received])
+    pass_on([(planner.resolve_tensor(one).detach(), *rest) for one, *rest in mine], traffic)
+    for item in received.values():
+        planner.commit_tensor(item, planner.resolve_tensor(item).detach())
+
+
+def _request(item: ReadItem, planner: LoadPlanner) -> PieceRequest | None:
+    """Return the request for an item that others may request, too; None if it is small."""
+    index = item.storage_index
+    if item.type != LoadItemType.TENSOR:
+        return None
+    target = planner.resolve_tensor(item)
+    nbytes = prod(item.lengths) * target.itemsize
+    if nbytes < SHARED_FROM:
+        return None
+    places = (tuple(index.offset or ()), tuple(item.storage_offsets), tuple(item.lengths))
+    return PieceRequest(index.fqn, *places, target.dtype, nbytes)
+
+
+def _shared(
+    requests: Sequence[Sequence[PieceRequest]],
+) -> list[tuple[PieceRequest, int, tuple[int, ...]]]:
+    """Return what several ranks request, who reads it, and who wants it.
+
+    All of them read about as much.
+    """
+    ranks: dict[PieceRequest, list[int]] = {}
+    for rank, some in enumerate(requests):
+        for request in some:
+            ranks.setdefault(request, []).append(rank)
+    shared = [(request, tuple(found)) for request, found in ranks.items() if len(found) > 1]
+    items = [Workload(request.nbytes, found) for request, found in shared]
+    return [
+        (shared[share.item][0], share.rank, shared[share.item][1])
+        for share in assign(items, len(requests))
+    ]
+
+
+def pass_on(mine: Sequence[tuple[torch.Tensor, int, tuple[int, ...]]], traffic: Traffic) -> None:
     """Send what this rank has read, and receive what others have.
 
     Args:
-        target_of: returns the target of a piece, by its number.
+        mine: targets, each with the rank that has read it and the others that want it.
 
     Raises:
         DistributedError: a rank failed.
     """
     pending: list[Callable[[], None]] = []
-    for number, reader, receivers in mine:
-        for piece in _messages(target_of(number)):
+    for target, reader, receivers in mine:
+        for piece in _messages(target):
             is_host = is_plain(piece) and piece.is_contiguous() and piece.device.type == "cpu"
             host = piece
             if not is_host:
@@ -140,17 +159,12 @@ def _wait_for(pending: Sequence[Callable[[], None]]) -> None:
 
 def _messages(target: torch.Tensor) -> Iterator[torch.Tensor]:
     """Cut a tensor into messages; where depends on its shape alone."""
-    dim = max(range(target.dim()), key=lambda dim: (target.shape[dim] > _rows(target), -dim))
-    rows = max(1, _MESSAGE // max(1, target.numel() * target.itemsize // target.shape[dim]))
+    dim = max(range(target.dim()), key=lambda dim: (target.shape[dim], -dim))
+    rows = max(1, _MESSAGE * target.shape[dim] // max(1, target.numel() * target.itemsize))
     for first in range(0, target.shape[dim], rows):
         yield target.narrow(dim, first, min(rows, target.shape[dim] - first))
 
 
-def _rows(target: torch.Tensor) -> int:
-    return target.numel() * target.itemsize // _MESSAGE
-
-
-_TIMEOUT = 1800.0  # seconds: a rank may still be reading when others wait for it
 _KNOWN = {"flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load"}
 
 
@@ -176,14 +190,13 @@ class FastLoadPlanner(DefaultLoadPlanner):
         """
         super().__init__(*args, **kwargs)
         self._broadcast = broadcast
-        self._shared: list[ReadItem] = []
-        self._reads: list[SharedRead] | None = None
+        self.reads_together = False  # whether ranks read for each other, in this load
         self._plans_as_stock = not set(kwargs) <= _KNOWN  # arguments of a later torch
         self._own: LoadPlan | None = None
         self._views: dict[MetadataIndex, torch.Tensor] = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """Make and keep this rank's plan; return only the pieces that others may request, too.
+        """Make and keep this rank's plan; return only which rank it is.
 
         Raises:
             RuntimeError: the checkpoint lacks a key.
@@ -192,83 +205,27 @@ class FastLoadPlanner(DefaultLoadPlanner):
         self._views = {}
         with paused_collection():
             items = None if self._plans_as_stock else self._items()
-        self._own = own = super().create_local_plan() if items is None else LoadPlan(items)
-        self._shared, self._reads = [], None
-        if not self._broadcast or _ranks_of_job() < 2:
-            return LoadPlan([])
-        pieces: list[PieceRequest] = []
-        for item in own.items:
-            request = self._request(item)
-            if request is not None:
-                self._shared.append(item)
-                pieces.append(request)
-        return LoadPlan([], planner_data=RankRequests(dist.get_rank(), node_name(), pieces))
-
-    def _request(self, item: ReadItem) -> PieceRequest | None:
-        """Return the request for an item that others may request, too; None if it is small."""
-        index = item.storage_index
-        if item.type != LoadItemType.TENSOR:
-            return None
-        target = self.resolve_tensor(item)
-        nbytes = prod(item.lengths) * target.itemsize
-        if nbytes < SHARED_FROM:
-            return None
-        places = (tuple(index.offset or ()), tuple(item.storage_offsets), tuple(item.lengths))
-        return PieceRequest(index.fqn, *places, target.dtype, nbytes)
+        self._own = super().create_local_plan() if items is None else LoadPlan(items)
+        shares = self._broadcast and _ranks_of_job() > 1
+        return LoadPlan([], planner_data=(dist.get_rank(), node_name()) if shares else None)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are, or with what each rank reads for others."""
-        requests = [plan.planner_data for plan in global_plan]
+        """Return the plans, with whether ranks read for each other."""
+        ranks = [plan.planner_data for plan in global_plan]
         # A planner does not know the group: it has to be that of the whole job, in its order.
-        able = len(requests) == _ranks_of_job() and all(
-            isinstance(one, RankRequests)
-            and one.rank == rank
-            and getattr(plan.storage_data, "passes_on", False)
-            for rank, (one, plan) in enumerate(zip(requests, global_plan, strict=True))
+        able = len(ranks) == _ranks_of_job() and all(
+            isinstance(one, tuple) and one[0] == rank for rank, one in enumerate(ranks)
         )
-        several = self._broadcast != "auto" or len({one.node for one in requests if able}) > 1
-        made = shared_reads(requests) if able and several else []
-        if not any(made):
-            return [replace(plan, planner_data=None) for plan in global_plan]
-        return [
-            replace(plan, planner_data=found) for plan, found in zip(global_plan, made, strict=True)
-        ]
+        together = able and (self._broadcast != "auto" or len({node for _, node in ranks}) > 1)
+        return [replace(plan, planner_data=together) for plan in global_plan]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Return this rank's plan."""
         own, self._own = self._own, None
         if own is None:
             return super().finish_plan(new_plan)
-        shared = new_plan.planner_data
-        self._reads = shared if isinstance(shared, list) else None
-        items = own.items
-        if self._reads is not None:
-            rank = dist.get_rank()
-            received = {
-                id(self._shared[read.number]) for read in self._reads if read.reader != rank
-            }
-            items = [item for item in items if id(item) not in received]
-        return replace(own, items=items, storage_data=new_plan.storage_data)
-
-    @contextmanager
-    def passing_on(self) -> Iterator[None]:
-        """Send to other ranks what the body has read, and receive what they have.
-
-        Raises:
-            DistributedError: a rank failed.
-        """
-        mine, self._reads = self._reads, None
-        if mine is None:
-            yield
-            return
-        with collective(None, _TIMEOUT) as traffic:
-            yield
-            items = self._shared
-            pass_on(mine, lambda number: self.resolve_tensor(items[number]).detach(), traffic)
-            for read in mine:
-                if read.reader != traffic.rank:
-                    item = items[read.number]
-                    self.commit_tensor(item, self.resolve_tensor(item).detach())
+        self.reads_together = new_plan.planner_data is True
+        return replace(own, storage_data=new_plan.storage_data)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the tensor of an index."""

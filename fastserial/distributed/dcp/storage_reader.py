@@ -10,8 +10,6 @@ import io
 import os
 import pickle
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -27,7 +25,9 @@ from torch.futures import Future
 
 from fastserial.checksums import crc32, crc_mismatch
 from fastserial.distributed.dcp.folder import METADATA, known_of, metadata_name
-from fastserial.distributed.dcp.item_structure import ItemParser, ItemTensor, check_archive
+from fastserial.distributed.dcp.item_structure import ItemTensor, check_archive, tensor_in
+from fastserial.distributed.dcp.load_planner import TIMEOUT, read_together
+from fastserial.distributed.ranks.group import collective
 from fastserial.distributed.reading.part_reader import PartReader, ReadTarget
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.file_index import FileTensor, Record
@@ -68,20 +68,16 @@ class WantedItem(NamedTuple):
 class ShardReader:
     """Reads items of an open file."""
 
-    def __init__(
-        self, reader: FastFileReader, planner: LoadPlanner, verify: bool, parser: ItemParser
-    ) -> None:
+    def __init__(self, reader: FastFileReader, planner: LoadPlanner, verify: bool) -> None:
         """Read from `reader` for `planner`.
 
         Args:
             verify: compare the CRC-32 of each item.
-            parser: of the items; it remembers those of other files.
         """
         self.all_verified = verify
         self._reader = reader
         self._planner = planner
         self._verify = verify
-        self._parser = parser
 
     def read(self, items: Sequence[WantedItem]) -> None:
         """Read items, and pass them to the planner.
@@ -187,7 +183,7 @@ class ShardReader:
 
         try:
             known = known_of(wanted.info)
-            return self._parser.tensor_in(peek, length, dtype, shape, known)
+            return tensor_in(peek, length, dtype, shape, known)
         except UnreadableCheckpointError as error:
             error.path, error.record = self._reader.name, wanted.name
             raise
@@ -231,12 +227,6 @@ class ShardReader:
 
 
 _REPLACED = "another save into this folder completed while it was loaded: load again"
-
-
-class _PassesOn:
-    """Tells a planner that `read_data` lets it send on what was read."""
-
-    passes_on = True
 
 
 class FastStorageReader(FileSystemReader):
@@ -317,10 +307,6 @@ class FastStorageReader(FileSystemReader):
         }
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan, marked so that planners may leave out what other ranks read."""
-        return replace(plan, storage_data=_PassesOn())
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan into the tensors that the planner resolves.
 
@@ -329,10 +315,14 @@ class FastStorageReader(FileSystemReader):
             CheckpointReplacedError: another save completed meanwhile.
             OSError: a file cannot be read.
         """
-        passing_on = getattr(planner, "passing_on", nullcontext)
         try:
-            with passing_on():
-                self._read(plan, planner)
+            if getattr(planner, "reads_together", False):
+                with collective(None, TIMEOUT) as traffic:
+                    read_together(
+                        plan.items, planner, traffic, lambda items: self._read(items, planner)
+                    )
+            else:
+                self._read(plan.items, planner)
         except FileNotFoundError as error:
             if self._is_replaced():
                 raise CheckpointReplacedError(errno.ENOENT, _REPLACED, error.filename) from error
@@ -341,16 +331,15 @@ class FastStorageReader(FileSystemReader):
         future.set_result(None)
         return future
 
-    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        parser = ItemParser()
+    def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         with paused_collection():
-            files = self._by_file(plan, planner)
-        for file, items in files.items():
+            files = self._by_file(items, planner)
+        for file, wanted in files.items():
             began = perf_counter()
             with FastFileReader(os.path.join(self.path, file)) as reader:
-                found = ShardReader(reader, planner, self._verify, parser)
+                found = ShardReader(reader, planner, self._verify)
                 with reader.translated(), paused_collection():
-                    found.read(items)
+                    found.read(wanted)
                 report_load(
                     reader.blocks.counts,
                     reader.config,
@@ -365,13 +354,15 @@ class FastStorageReader(FileSystemReader):
 
     # -- the rest ------------------------------------------------------------------------------
 
-    def _by_file(self, plan: LoadPlan, planner: LoadPlanner) -> dict[str, list[WantedItem]]:
+    def _by_file(
+        self, items: Sequence[ReadItem], planner: LoadPlanner
+    ) -> dict[str, list[WantedItem]]:
         """Return the wanted items of each file. Stock reads those that went through extensions."""
         if self._metadata is None:
             raise ValueError("read_data was called before set_up_storage_reader")
         found: dict[MetadataIndex, WantedItem] = {}
         extended: list[ReadItem] = []
-        for request in plan.items:
+        for request in items:
             index = request.storage_index
             info = self._metadata.storage_data[index]
             if getattr(info, "transform_descriptors", None):

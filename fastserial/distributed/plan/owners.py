@@ -50,7 +50,7 @@ class _Cluster(NamedTuple):
 
     first: int
     stop: int
-    boxes: list[tuple[int, int]]
+    requests: list[tuple[int, int]]
 
 
 def divide_reads(grids: Mapping[int, Grid], wanted: Sequence[Wanted]) -> ReadShares:
@@ -70,16 +70,16 @@ def divide_reads(grids: Mapping[int, Grid], wanted: Sequence[Wanted]) -> ReadSha
     for number in sorted(spans, key=lambda number: grids[number].tensor.offset):
         item = grids[number].tensor.itemsize
         for cluster in _clusters(sorted(spans[number]), _FINEST // item):
-            if len(cluster.boxes) > 1:
+            if len(cluster.requests) > 1:
                 shared.append((number, cluster))
                 continue
-            rank, index = cluster.boxes[0]
+            rank, index = cluster.requests[0]
             load[rank] += (cluster.stop - cluster.first) * item
             alone[rank].append(index)
     items: list[Workload] = []
-    for number, (first, stop, boxes) in shared:
+    for number, (first, stop, requests) in shared:
         nbytes = (stop - first) * grids[number].tensor.itemsize
-        members = tuple(sorted({rank for rank, _ in boxes}))
+        members = tuple(sorted({rank for rank, _ in requests}))
         items.append(Workload(nbytes, members, -(-nbytes * _CUTS // _FINEST)))
     common: list[ReadShare] = []
     for which, owner, begin, end in assign(items, len(wanted), load):
@@ -103,7 +103,7 @@ def _clusters(spans: Iterable[tuple[int, int, int, int]], near: int) -> list[_Cl
         if last is not None:
             small = min(stop - first, last.stop - last.first) < near
             if first < last.stop or (small and first - last.stop < near):
-                last.boxes.append((rank, index))
+                last.requests.append((rank, index))
                 found[-1] = last._replace(stop=max(last.stop, stop))
                 continue
         found.append(_Cluster(first, stop, [(rank, index)]))

@@ -6,7 +6,7 @@ A `TensorSpec` is plain data: with it every rank knows what every other one hold
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -23,7 +23,6 @@ __all__ = [
     "Flat",
     "Holding",
     "Mesh",
-    "Specs",
     "Split",
     "TensorSpec",
     "as_dtensor",
@@ -217,41 +216,6 @@ def local_of(leaf: Any, key: str = "") -> torch.Tensor:
                 f"{key}: its shard needs {needed} bytes, but its storage was resized to {there}"
             )
     return local
-
-
-class Specs:
-    """Finds the specs of leaves; the same object for leaves that are alike."""
-
-    def __init__(self, rank: int, ranks: Mapping[int, int]) -> None:
-        """Know none.
-
-        Args:
-            rank: this rank in the group.
-            ranks: the group's rank of each global rank.
-        """
-        self._rank, self._ranks = rank, ranks
-        self._meshes: dict[int, tuple[int, ...]] = {}
-        self._found: dict[Any, tuple[TensorSpec, tuple[int, ...] | None]] = {}
-        self._held: dict[Mesh, Mesh] = {}
-
-    def of(self, leaf: Any, key: str) -> TensorSpec:
-        """Return the spec of a DTensor or a FlatShard, see `Holding`.
-
-        Raises:
-            LoadMismatchError: see `holding`.
-        """
-        if isinstance(leaf, FlatShard):
-            return holding(leaf, key, self._rank, self._ranks, self._meshes).spec
-        local = leaf._local_tensor
-        alike = (id(leaf.device_mesh), leaf.placements, leaf.shape, local.dtype)
-        spec, shape = self._found.get(alike, (None, None))
-        if spec is None or local.shape != shape:
-            spec = holding(leaf, key, self._rank, self._ranks, self._meshes).spec
-            if isinstance(spec.held, Mesh):
-                spec = replace(spec, held=self._held.setdefault(spec.held, spec.held))
-            if alike not in self._found:
-                self._found[alike] = spec, tuple(local.shape)
-        return spec
 
 
 def boxes_on(spec: TensorSpec, rank: int) -> list[Box]:

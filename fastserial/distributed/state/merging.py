@@ -18,7 +18,7 @@ import torch
 
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.sharding.flat_shard import FlatShard
-from fastserial.distributed.sharding.pieces import Mesh, Specs, TensorSpec, as_dtensor, oddity
+from fastserial.distributed.sharding.pieces import Mesh, TensorSpec, as_dtensor, holding, oddity
 from fastserial.errors import LoadMismatchError
 from fastserial.nests import sequence_like
 
@@ -63,7 +63,10 @@ class Describer:
             ranks: the group's rank of each global rank.
             buffers: identities of the storages of modules' buffers.
         """
-        self._specs = Specs(rank, ranks)
+        self._rank, self._ranks = rank, ranks
+        self._meshes: dict[int, tuple[int, ...]] = {}
+        self._alike: dict[Any, TensorSpec] = {}  # what is known of DTensors
+        self._specs: dict[TensorSpec, TensorSpec] = {}  # the same object for equal ones
         self._buffers = buffers
         self._storages: dict[int, int] = {}
 
@@ -74,9 +77,15 @@ class Describer:
             LoadMismatchError: no load could fill it, or its placement cannot be in a file.
         """
         if isinstance(leaf, FlatShard):
-            return LeafSpec(self._specs.of(leaf, key))
+            return LeafSpec(self._held(leaf, key))
         if as_dtensor(leaf) is not None:
-            return LeafSpec(self._specs.of(leaf, key), leaf.requires_grad)
+            local = leaf._local_tensor
+            alike = id(leaf.device_mesh), leaf.placements, leaf.shape, local.dtype, local.shape
+            spec = self._alike.get(alike)
+            if spec is None:
+                spec = self._held(leaf, key)
+                spec = self._alike[alike] = self._specs.setdefault(spec, spec)
+            return LeafSpec(spec, leaf.requires_grad)
         if (odd := oddity(leaf)) is not None:
             raise LoadMismatchError(f"{key}: {odd}")
         storage = leaf.untyped_storage()
@@ -88,6 +97,9 @@ class Describer:
             isinstance(leaf, torch.nn.Parameter),
             storage._cdata in self._buffers,
         )
+
+    def _held(self, leaf: Any, key: str) -> TensorSpec:
+        return holding(leaf, key, self._rank, self._ranks, self._meshes).spec
 
 
 _OF_AN_OPTIMIZER = {"state", "param_groups"}

@@ -125,9 +125,9 @@ class _Walk:
         found, kinds = self.leaves, self._kinds
         items = items_of(container)
         examples = {type(item): item for _, item in items}
-        for kind in examples.keys() - kinds.keys():
-            kinds[kind] = _kind_of(examples[kind])
-        more = any(kinds[kind] for kind in examples)
+        for type_ in examples.keys() - kinds.keys():
+            kinds[type_] = _kind_of(examples[type_])
+        more = any(kinds[type_] for type_ in examples)
         before, after = f"{path}[", "]"
         others: list[str] | None = None
         if isinstance(container, Mapping):
