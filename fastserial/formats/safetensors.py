@@ -18,38 +18,45 @@ from fastserial.formats.storages import ITEM_BYTES, StorageEntry, contiguous_str
 from fastserial.formats.tensors import Outline, TensorEntry
 
 __all__ = [
+    "INDEX",
     "TYPE_NAMES",
     "Header",
+    "file_order",
     "header_bytes",
+    "index_bytes",
     "read_header",
+    "split",
 ]
 
+STEM = "model"
+INDEX = f"{STEM}.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MOST_HEADER = 100_000_000  # as the reference implementation
 _METADATA = "__metadata__"
 
-# Names of types in the header, by torch's names.
+# Names of types in the header, by torch's names, in the order of the file (safetensors 0.8).
 TYPE_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
     "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
+    "int64": "I64",
+    "float64": "F64",
     "complex64": "C64",
+    "float32": "F32",
+    "uint32": "U32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "uint16": "U16",
+    "int16": "I16",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
+_RANKS = {name: rank for rank, name in enumerate(TYPE_NAMES)}
 _DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 
@@ -119,6 +126,49 @@ def _storage(key: str, value: Any, start: int) -> StorageEntry:
     nbytes = last - first
     dtype = _DTYPES.get(name, name)
     return StorageEntry(key, dtype, nbytes, "cpu", key, start + first, nbytes)
+
+
+def file_order(tensors: Mapping[str, str]) -> list[str]:
+    """Return the keys of tensors in the order of their file.
+
+    Args:
+        tensors: torch's name of the dtype, by key.
+    """
+    return sorted(tensors, key=lambda key: (_RANKS[tensors[key]], key))
+
+
+def split(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
+    """Return the keys of each file of a model, as huggingface_hub divides them.
+
+    Args:
+        sizes: bytes of each tensor.
+        most: bytes of tensors in a file; a larger tensor has a file of its own.
+    """
+    parts: list[list[str]] = []
+    current: list[str] = []
+    free = most
+    for key, nbytes in sizes.items():
+        if nbytes > most:
+            parts.append([key])
+            continue
+        if nbytes > free:
+            parts.append(current)
+            current, free = [], most
+        current.append(key)
+        free -= nbytes
+    if current or not parts:
+        parts.append(current)
+    if len(parts) == 1:
+        return {f"{STEM}.safetensors": parts[0]}
+    names = (f"{STEM}-{n:05}-of-{len(parts):05}.safetensors" for n in range(1, len(parts) + 1))
+    return dict(zip(names, parts, strict=True))
+
+
+def index_bytes(files: Mapping[str, Sequence[str]], nbytes: int) -> bytes:
+    """Return the index of a model of several files: the keys of each, and the bytes of all."""
+    weights = {key: name for name, keys in files.items() for key in keys}
+    index = {"metadata": {"total_size": nbytes}, "weight_map": weights}
+    return json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
 
 
 def header_bytes(

@@ -45,6 +45,17 @@ def test_modules_and_optimizers(count: int, kinds: tuple[str, ...], tmp_path: Pa
     assert [line.split()[0] for line in out.splitlines()] == list(kinds)
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("count", "cases"), [(1, 20), (2, 40), (4, 40)])
+def test_the_bytes_of_safetensors(count: int, cases: int, tmp_path: Path) -> None:
+    """The files of `save_pretrained`, of 1 to many shards, and loaded again."""
+    pytest.importorskip("safetensors")
+    pytest.importorskip("huggingface_hub")
+    cases *= 20 if FULL else 1
+    several = ranks.run("ranks_safetensors", count, tmp_path, 7 * count, cases, timeout=500)[0]
+    assert int(several) > cases // 10
+
+
 def test_messages_of_all_lengths() -> None:
     lengths = (0, 1, 900, 1015, 1016, 1017, 1024, 2040, 70_000, 3_000_000, 5)
     assert ranks.run("ranks_talk", 3, "lengths", *lengths) == [f"{len(lengths)}\n"] * 3

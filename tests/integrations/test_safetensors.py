@@ -14,6 +14,7 @@ import safetensors
 import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file, save_model  # bound before `install`
+from support import ranks
 from support.limits import file_size_limit
 
 import fastserial
@@ -167,3 +168,11 @@ def test_switched_on_by_the_environment(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, str(tmp_path / "a")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "safetensors"
+
+
+def test_a_model_of_many_ranks_loads_by_from_pretrained(tmp_path: Path) -> None:
+    """FSDP2 and tensor parallelism on four ranks: the files of `save_pretrained`, equal logits."""
+    pytest.importorskip("transformers")
+    if torch.__version__.startswith("2.6."):
+        pytest.skip("transformers 5 needs a newer torch")
+    assert ranks.run("ranks_pretrained", 4, tmp_path, timeout=300)[0].endswith("ok\n")

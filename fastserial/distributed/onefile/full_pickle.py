@@ -108,6 +108,11 @@ class FileLayout:
                 layout.add_bytes(record.name, record.data, crc32(record.data))
         return torch_writer.finish(layout)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self.plan.nbytes
+
     @functools.cached_property
     def _starts(self) -> list[int]:
         return [extent.offset for extent in self.plan.extents]

@@ -28,64 +28,31 @@ from fastserial.loading.reader import FastFileReader
 from fastserial.memory.held_settings import paused_collection
 from fastserial.reports import Latency, LoadReport, RankReport, publish_load
 
-__all__ = ["load"]
+__all__ = ["HALFWAY", "LoadTask", "load_file"]
 
 _SHOWN = 20  # keys, and mismatches, that an error names
 _RACES = 8  # so often the file may be replaced while the ranks open it
-_HALFWAY = "What was to be filled is filled in part: load it again before you use it"
+HALFWAY = "What was to be filled is filled in part: load it again before you use it"
 
 
-def load(
+def load_file(
     path: str | os.PathLike[str],
     into: Any,
-    *,
-    group: dist.ProcessGroup | None = None,
-    broadcast: bool = True,
-    strict: bool = True,
-    cast: bool = False,
-    timeout: float = 600.0,
+    group: dist.ProcessGroup | None,
+    broadcast: bool,
+    strict: bool,
+    cast: bool,
+    timeout: float,
 ) -> LoadReport:
-    """Fill what the ranks hold, in place, from one file of `torch.save`. Collective.
-
-        target = {"model": model, "step": 0}
-        distributed.load("ckpt.pt", target)  # on every rank
-
-    The file is any that `torch.load` reads with `weights_only=True`: of stock torch or of `save`,
-    zip or legacy, saved from any placement. Only the bytes that
-    some rank needs are read, each by one rank, which sends it on.
-
-    Args:
-        path: the file; every rank must see it, or a copy of it.
-        into: containers as in the file, whose leaves are tensors, DTensors or FlatShards, which
-            are filled; modules and optimizers, new ones included; and other values, which are
-            replaced by the file's. Ranks may hold different keys.
-        group: its ranks take part; by default all. Without torch.distributed a process is alone.
-        broadcast: False: every rank reads what it needs, and sends nothing.
-        strict: what a rank wants must be in the file, and what is in the file some rank must want.
-        cast: convert what has another dtype in the file.
-        timeout: seconds after which a rank that is not heard from counts as lost.
-
-    Returns:
-        What happened, with a line for each rank; also `fastserial.last_load_report()`.
-
-    Raises:
-        LoadMismatchError: keys, dtypes or shapes differ on some rank. Nothing was changed.
-        CorruptCheckpointError: a checksum is wrong (option `verify_on_load`). The bytes are in
-            the tensors by then.
-        DistributedError: a rank failed, died or was silent; it names the rank and the cause. It is
-            a `FileNotFoundError` or `ConfigError`, too, if that is what the rank failed with. The
-            group can be used on, unless its rank is dead.
-        Exception: code of the user's failed on this rank, such as a module's load hook.
-        RuntimeError: the process group has no store (MPI).
-    """
+    """Fill what the ranks hold from one file; see `fastserial.distributed.load`. Collective."""
     began = perf_counter()
-    task: _LoadTask | None = None
+    task: LoadTask | None = None
     refusal, result = "", None
     try:
         with collective(group, timeout) as traffic:
             config = config_module.current()
             name = path_of(path, into, "distributed.load(path, into)")
-            task = _LoadTask(traffic, name, config, broadcast, strict, began)
+            task = LoadTask(traffic, name, config, broadcast, strict, began)
             refusal = task.compare(into, cast)
             if not refusal:
                 result = task.fill()
@@ -93,10 +60,12 @@ def load(
             raise LoadMismatchError(refusal)
         if result.damage:
             raise CorruptCheckpointError(result.damage, path=task.path)
-        return task.report(result)
+        report = task.report(result)
+        publish_load(report, config.on_load)
+        return report
     except DistributedError as error:
         if task is not None and task.is_filling:
-            error.cause = f"{error.cause}. {_HALFWAY}"
+            error.cause = f"{error.cause}. {HALFWAY}"
         raise
     finally:
         if task is not None:
@@ -143,7 +112,7 @@ class _LoadResult(NamedTuple):
     ranks: tuple[RankReport, ...]
 
 
-class _LoadTask:
+class LoadTask:
     """One load on one rank.
 
     Attributes:
@@ -347,14 +316,14 @@ class _LoadTask:
             elif (mismatch := crc_mismatch(crc, record.crc)) is not None:
                 ranks = ", ".join(readers[number])
                 damage = f"record {record.name} is damaged: {mismatch} (read by rank {ranks})"
-                return f"{damage}. {_HALFWAY}", False
+                return f"{damage}. {HALFWAY}", False
         return "", known
 
     def report(self, result: _LoadResult) -> LoadReport:
-        """Return what happened, and make it this process's last report."""
+        """Return what happened."""
         blocks, config = self._open().blocks, self._config
         counts = blocks.counts
-        report = LoadReport(
+        return LoadReport(
             path=self.path,
             container=self._index.container,
             bytes=sum(line.bytes for line in result.ranks),
@@ -373,8 +342,6 @@ class _LoadTask:
             missing_keys=tuple(self._match.missing),
             unexpected_keys=self._unexpected,
         )
-        publish_load(report, config.on_load)
-        return report
 
 
 def _by_rank(texts_of_ranks: Sequence[Sequence[str]]) -> list[str]:

@@ -55,7 +55,7 @@ from fastserial.saving.extent_writer import Outcome
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["TIMEOUT", "SaveTask", "Writers", "save"]
+__all__ = ["TIMEOUT", "SaveTask", "Writers", "save_file"]
 
 Writers = Literal["all", "node"] | int
 Ranges = dict[int, list[tuple[int, int, int]]]
@@ -204,45 +204,15 @@ class _Prepared(NamedTuple):
     phases: dict[str, float]
 
 
-def save(
+def save_file(
     obj: object,
     path: str | os.PathLike[str],
-    *,
-    group: dist.ProcessGroup | None = None,
-    writers: Writers = "all",
-    timeout: float = TIMEOUT,
-    merge: Literal["union"] | None = None,
+    group: dist.ProcessGroup | None,
+    writers: Writers,
+    timeout: float,
+    merge: Literal["union"] | None,
 ) -> SaveReport:
-    """Write what `torch.save` of the whole state would write, from all ranks. Collective.
-
-        distributed.save({"model": model, "step": 7}, "ckpt.pt")  # on every rank
-
-    The file is an ordinary torch file: byte for byte the one that `torch.save` on rank 0 would
-    write, had it gathered the full state on the host.
-
-    Args:
-        obj: a nest of dicts, lists and tuples of whatever `torch.save` takes, with plain tensors,
-            DTensors, FlatShards, modules and optimizers (these with their modules). What is no
-            tensor, the buffers of modules, and plain tensors of less than 1 MiB, count as rank 0
-            has them; larger plain tensors have to be equal on all ranks (option `compare`). No
-            rank may have a key that rank 0 does not have.
-        path: on a file system that all ranks see. As rank 0 gives it.
-        group: the ranks that save; by default all.
-        writers: which ranks write: all, one of each node, or a number of them.
-        timeout: seconds after which a rank that is not heard from counts as lost.
-        merge: "union": ranks may have different keys, as the stages of a pipeline do; the file has
-            all of them, in the order of the ranks.
-
-    Returns:
-        What this rank knows of the save; on rank 0 with a line for each rank.
-
-    Raises:
-        DistributedError: any rank failed, all raise it; the previous file is intact, unless a
-            rank was lost after the new one took its place. Also if plain tensors differ between
-            ranks that would write them together, if a rank has a key that the file would lack, or
-            if a tensor is sparse, quantized or otherwise none that `load` could fill.
-        Exception: an object cannot be pickled, or a `state_dict()` failed, on this rank.
-    """
+    """Write one torch file; see `fastserial.distributed.save`. Collective."""
     began = perf_counter()
     saving: SaveTask | None = None
     try:
@@ -260,6 +230,8 @@ def save(
 
 class SaveTask:
     """One save."""
+
+    container = "zip"
 
     def __init__(
         self, traffic: Traffic, path: str, writers: Writers, merge: str | None, began: float
@@ -352,8 +324,7 @@ class SaveTask:
         table = kept.table
         agreement = Agreement(found, table, traffic, self.config)
         if traffic.rank == 0:
-            kept.stand_ins = kept.stand_ins or StandIns(table, found.values)
-            self._laid_out = kept.stand_ins.lay_out(self._archive(), state, found.values)
+            self._laid_out = self._lay_out(kept, state, found.values)
         mine = StateSummary(
             *(node_name(), kept.name, table.ranges(), table.grids),
             *(agreement.digest, agreement.sums),
@@ -366,13 +337,18 @@ class SaveTask:
             kept.specs = table.completed(decision.ranges, decision.grids)
             tile = tile_bytes(traffic.size)
             kept.made = schedule(kept.plan, kept.specs, traffic.rank, traffic.size, tile)
-        traffic.kept["save"] = kept
+        traffic.kept[self.container] = kept
         return found, modules, kept, decision
+
+    def _lay_out(self, kept: _KeptPlan, state: Any, values: Sequence[Any]) -> FileLayout:
+        """Lay the file out. On rank 0."""
+        kept.stand_ins = kept.stand_ins or StandIns(kept.table, values)
+        return kept.stand_ins.lay_out(self._archive(), state, values)
 
     def _known(self, found: Leaves, buffers: set[int]) -> _KeptPlan:
         """Return what is known of a state: what is kept, if nothing of it has changed."""
         traffic = self._traffic
-        last = traffic.kept.get("save")
+        last = traffic.kept.get(self.container)
         if not isinstance(last, _KeptPlan):
             last = _KeptPlan([], StateTable())
         facts = facts_of(found.paths, found.values)
@@ -395,7 +371,7 @@ class SaveTask:
         if self._laid_out is None:
             raise ValueError("only rank 0 decides")
         writers = writing_ranks(self._writers, [one.node for one in found])
-        plan, nbytes = self._laid_out.file_plan(writers), self._laid_out.plan.nbytes
+        plan, nbytes = self._laid_out.file_plan(writers), self._laid_out.nbytes
         file = FileIdentity("", 0, nbytes)
         if self._makes_file:
             self._new = NewFile(self.path, self.config)
@@ -441,7 +417,7 @@ class SaveTask:
         config, new = self.config, self._new
         return SaveReport(
             path=self.path,
-            container="zip",
+            container=self.container,
             bytes=decision.file.nbytes,
             seconds=perf_counter() - self._began,
             engine=outcome.engine,

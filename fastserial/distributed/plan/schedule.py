@@ -242,12 +242,13 @@ class Schedule:
                 yield FileRange(at, end - at, CONTAINER, CONTAINER, at)
                 at = end
             if at < stop and at < offset + nbytes:
+                item = self._specs[source].dtype.itemsize if source >= 0 else 1
                 start = at - offset
-                start -= start % _ALIGN
+                start -= start % item
                 end = nbytes
                 if stop < offset + nbytes:
                     end = stop - offset
-                    end -= end % _ALIGN
+                    end -= end % item
                 if start < end:
                     yield FileRange(offset + start, end - start, number, source, start)
                 at = min(stop, offset + nbytes)
