@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import stat
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from fastserial.bench import fio, rotation, save, table
 from fastserial.bench.compare import different_tensors, digest
@@ -228,12 +226,11 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def test_a_table_prints_and_is_written(tmp_path: Path) -> None:
+def test_a_table_prints_and_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     columns = [Column("seconds", "ms", number(1e-3)), Column("identical", "same", table.verdict)]
     result = Result("test", tmp_path, "a caption", {"x": 1}, [Table(ROWS, columns, "a title")])
-    console = Console(width=150, file=io.StringIO())
-    result.show(console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    result.show()
+    text = capsys.readouterr().out
     for words in ("a title", "2,000 (1,000–3,000)", "[ours]", "[no] room", "a caption", "yes"):
         assert words in text
     result.write(tmp_path / "out.json")
@@ -244,5 +241,5 @@ def test_a_table_prints_and_is_written(tmp_path: Path) -> None:
     assert result.right
     wrong = [*ROWS, {"name": "wrong", "identical": False}]
     result = Result("test", tmp_path, "", {}, [Table(wrong, columns)])
-    result.show(console)
-    assert "WRONG" in console.file.getvalue()  # type: ignore[attr-defined]
+    result.show()
+    assert "WRONG" in capsys.readouterr().out

@@ -442,6 +442,3 @@ def test_cli(torch_copy: Path, folder: Path, tmp_path: Path) -> None:
     assert "_save: the source of" in output
     code, output = invoke("new", "--torch", torch_copy, "--folder", folder)
     assert (code, output.strip()) == (0, str(folder / "v99.1.toml"))
-    code, output = invoke("new", "--torch", tmp_path / "nothing")
-    assert code == 2
-    assert "holds no torch" in output
