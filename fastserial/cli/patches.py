@@ -33,8 +33,8 @@ def list_patches() -> None:
     used: str | None = None
     with suppress(PatchError):  # no torch is installed
         source = maintain.open_torch()
-        patch = maintain.fitting(source)
-        used = None if any(maintain.check(source, patch).values()) else patch.name
+        patch, problems = patches.choose(source.text, source.version)
+        used = None if any(problems.values()) else patch.name
     for name in patches.patch_names():
         say(f"{'*' if name == used else ' '} {name:6} torch {name[1:]}.*")
 
@@ -42,9 +42,7 @@ def list_patches() -> None:
 @patches_app.command()
 def show(torch: Torch = None) -> None:
     """Print what the patch changes in torch, as a unified diff."""
-    source = maintain.open_torch(torch)
-    built = patches.build(source.text, maintain.fitting(source))
-    typer.echo(maintain.diff(source, built), nl=False)
+    typer.echo(maintain.diff(maintain.open_torch(torch)), nl=False)
 
 
 @patches_app.command()
@@ -63,8 +61,7 @@ def check(
 ) -> None:
     """Check whether a patch applies to torch and which functions differ; exit status 1 if not."""
     source = maintain.open_torch(torch)
-    patch = maintain.fitting(source)
-    found = maintain.check(source, patch)
+    patch, found = patches.choose(source.text, source.version)
     ok = not any(found.values())
     report = {
         "torch": source.version,
