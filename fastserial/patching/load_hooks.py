@@ -117,15 +117,15 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
     if not records or is_small(source, config):
         load.fallback = Reason("a small file" if records else "no storages", QUICKER)
     else:
-        places = _places(load, source, stock, directory, map_location)
-        _read_ahead(load, source, records, places)
+        devices = _devices_of(load, source, stock, directory, map_location)
+        _read_ahead(load, source, records, devices)
     prefetch = load.prefetch if load.ours else None
     load.archive = FastZipReader(stock, source.name, limit, directory, prefetch, verify)
     load.phases["directory"] = perf_counter() - began
     return load.archive
 
 
-def _places(
+def _devices_of(
     load: LoadSession, source: FileSource, stock: Any, directory: Directory, map_location: Any
 ) -> dict[str, torch.device] | None:
     """Return the devices that storages are read to, None if they are read to the host."""
@@ -159,16 +159,16 @@ def _read_ahead(
     load: LoadSession,
     source: FileSource,
     records: Sequence[RecordEntry],
-    places: dict[str, torch.device] | None,
+    devices: dict[str, torch.device] | None,
 ) -> None:
     """Start reading the records; where that is impossible, torch's reader reads all of them."""
     verify = load.config.verify_on_load
     try:
-        reader = load.open_reader(source, source.size if places is None else 0)
-        if places is not None:
+        reader = load.open_reader(source, source.size if devices is None else 0)
+        if devices is not None:
             from fastserial.loading.device_records import DeviceRecords
 
-            load.prefetch, load.ours = DeviceRecords(reader, records, places, verify), True
+            load.prefetch, load.ours = DeviceRecords(reader, records, devices, verify), True
             return
         load.prefetch = prefetch = Prefetch(reader, records, verify)
         load.ours = prefetch.start(load)
