@@ -14,7 +14,7 @@ import torch
 from fastserial.bench import fio, rotation, save, table
 from fastserial.bench.compare import different_tensors, digest
 from fastserial.bench.fio import FioSettings
-from fastserial.bench.measure import BenchError, Sample, measure, parse_bytes
+from fastserial.bench.measure import BenchError, Sample, measure
 from fastserial.bench.rotation import (
     DURABLE,
     GROUPS,
@@ -45,16 +45,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sample(seconds: float, nbytes: int = 1000) -> Sample:
     return Sample(nbytes, seconds, seconds / 2, 100)
-
-
-# --- data -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"), [("3GiB", 3 << 30), ("3GB", 3 * 10**9), ("1.5kb", 1500), ("7", 7)]
-)
-def test_sizes(text: str, nbytes: int) -> None:
-    assert parse_bytes(text) == nbytes
 
 
 # --- comparing --------------------------------------------------------------------------------
