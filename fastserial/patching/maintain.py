@@ -73,8 +73,9 @@ def diff(source: TorchSource) -> str:
         PatchError: they cannot be inserted.
     """
     patch, _ = choose(source.text, source.version)
-    texts = (split_lines(text) for text in (source.text, build(source.text, patch)[0]))
-    return "".join(difflib.unified_diff(*texts, f"a/{_FILE}", f"b/{_FILE}"))
+    built, _ = build(source.text, patch)
+    before, after = split_lines(source.text), split_lines(built)
+    return "".join(difflib.unified_diff(before, after, f"a/{_FILE}", f"b/{_FILE}"))
 
 
 def write_copies(folder: Path, source: TorchSource) -> list[Path]:
