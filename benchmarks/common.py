@@ -11,9 +11,10 @@ from typing import Any
 
 from fastserial.bench.measure import BenchError, parse_bytes
 from fastserial.bench.rotation import Spread
-from fastserial.bench.table import Result, Table, check_files, progress
-from fastserial.console import new_console, say
+from fastserial.bench.table import Result, Table, check_files
+from fastserial.console import say
 from fastserial.errors import FastserialError
+from fastserial.progress import show_line
 
 __all__ = ["Picture", "Say", "Script", "size"]
 
@@ -107,10 +108,8 @@ class Script:
                 _new_figure(1, 1)
             if not options.short:
                 say(f"about {self._takes}; --short ends within two minutes", err=True)
-            console = new_console()
-            with progress() as show:
-                result = measure(options, show)
-            result.show(console)
+            result = measure(options, show_line)
+            result.show()
             result.write(options.json)
             if options.plot is not None:
                 draw(result, self._picture, options.plot)

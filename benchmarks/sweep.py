@@ -1,21 +1,16 @@
 """Raw transfers with every combination of settings, as gdsio sweeps.
 
 One storage goes to a new file and is made durable, or comes from a file of which nothing is in the
-page cache; no pickle, no container. Writes are read back, reads are compared. The defaults are
-measured again and again in between, and each result has its ratio to the median of their last
-runs. It is a line of the CSV at once. At the end the settings that are clearly faster than the
-defaults are printed, as variables to copy.
+page cache; no pickle, no container. Writes are read back, reads are compared. The combinations and
+the defaults are measured in turn, and compared round by round. At the end it prints the settings
+that are clearly faster than the defaults, as variables to copy.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import itertools
-import random
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,10 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from common import Picture, Say, Script, size
 
-from fastserial import __version__, engines
+from fastserial import engines
 from fastserial.bench.measure import MB, BenchError, Sample, measure, parse_bytes
-from fastserial.bench.rotation import Spread
-from fastserial.bench.state import check_memory, chill, scratch, settle
+from fastserial.bench.rotation import Row, rotate, summarize
+from fastserial.bench.state import check_memory, chill, scratch
 from fastserial.bench.table import Column, Result, Table, number
 from fastserial.config import TRANSFERS, Config, parse_size
 from fastserial.config.performance import KiB, MiB
@@ -34,14 +29,12 @@ from fastserial.engines.gds.memory import missing
 from fastserial.errors import ConfigError, EngineUnavailableError
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import ReadExtent, storage_sink
-from fastserial.reports import Latency, Transfer
+from fastserial.reports import Transfer
 from fastserial.saving.writer import FastFileWriter
 
 _T = TypeVar("_T")
 _OPS = ("write", "read")
 _HOST = "cpu"  # the transfer type that has no device in it
-_FRESH = 4  # results until the defaults are measured again
-_LAST = 3  # measurements of the defaults whose median results are compared with
 _COPIES = 2
 _HEADROOM = 64 << 20
 _MOST_MEMORY = 256 << 20  # bytes of a combination's blocks together
@@ -74,12 +67,24 @@ class _Point(NamedTuple):
     queue_depth: int
     threads: int
 
-    @classmethod
-    def of_defaults(cls, op: str, transfer: str) -> _Point:
-        """Return the default settings for a kind of transfer."""
+    @property
+    def kind(self) -> str:
+        """The kind of transfer, whose combinations are compared."""
+        return f"{self.op}, {self.transfer}"
+
+    @property
+    def default(self) -> _Point:
+        """The default settings for this kind of transfer."""
         config = Config()
         counts = config.block_size, config.queue_depth, config.threads
-        return cls(op, transfer, str(config.engine), *counts)
+        return _Point(self.op, self.transfer, str(config.engine), *counts)
+
+    @property
+    def name(self) -> str:
+        """A name of its own."""
+        blocks = f"{self.queue_depth} × {_size(self.block_size)}"
+        default = " (default)" * (self == self.default)
+        return f"{self.kind}: {self.engine}, {blocks}, {self.threads} threads{default}"
 
     def config(self) -> Config:
         """Return the settings."""
@@ -93,64 +98,40 @@ class _Point(NamedTuple):
         )
 
 
-# A line of the CSV begins with these: what was measured, and where.
-_KEY = ("folder", "bytes", "run", *_Point._fields)
-_SPEED = ("seconds", "bw_bytes", "ratio_to_default", "cpu_seconds")
-_LATENCY = ("lat_p50_us", "lat_p95_us", "lat_p99_us")
-_FOUND = (*_SPEED, *_LATENCY, "fallback", "error", "when", "fastserial")
-
-
 def _measure(options: argparse.Namespace, say: Say) -> Result:
     wanted = _points(options)
     check_memory(_COPIES * options.size)
-    rows = []
-    with (
-        scratch(options.folder, _COPIES * options.size + _HEADROOM) as folder,
-        _Results(options.csv, options.folder, options.size) as results,
-    ):
-        transfers = {point.transfer for point in wanted}
-        runner = _Runner(folder, options.size, transfers, options.pause)
-        for number_, (run, point) in enumerate(_in_turn(wanted, options.runs), 1):
-            say(f"{number_}/{len(wanted) * options.runs}: {' '.join(map(str, point))}")
-            results.add(run, point, runner.result(point))
-        for point in wanted:
-            found = [results.rows[run, point] for run in range(options.runs)]
-            rows.append(_row(point, found))
-    rows.sort(key=lambda row: (row["op"], row["transfer"], -row["ratio_to_default"].median))
+    with scratch(options.folder, _COPIES * options.size + _HEADROOM) as folder:
+        data = _Data(folder, options.size, {point.transfer for point in wanted})
+        rows = [data.row(point) for point in wanted]
+        measured = rotate(rows, folder, options.runs, options.pause, say)
+        data.source.unlink(missing_ok=True)
+    found: dict[str, list[dict[str, Any]]] = {}
+    points = {point.name: point for point in wanted}
+    for row in summarize(measured):
+        row |= points[row["name"]]._asdict()
+        row["ratio_to_default"] = row.pop("to_stock")
+        found.setdefault(row.pop("group"), []).append(row)
+    for rows_ in found.values():
+        rows_.sort(key=lambda row: -row["ratio_to_default"].median)
     caption = (
         f"{_size(options.size)} per transfer; medians of {options.runs} runs (least–greatest), the "
-        f"best first; results in {options.csv}"
+        "best first"
     )
-    kinds = dict.fromkeys((row["op"], row["transfer"]) for row in rows)
-    tables = []
-    notes = []
-    for op, transfer in kinds:
-        of_kind = [row for row in rows if (row["op"], row["transfer"]) == (op, transfer)]
-        tables.append(Table(of_kind, _COLUMNS, f"{op}, {transfer}"))
-        notes += _best_settings(of_kind)
+    refused = {one.row.name: one.problem for one in measured if one.problem is not None}
+    tables = [Table(rows_, _COLUMNS, kind) for kind, rows_ in found.items()]
+    notes = [note for kind, rows_ in found.items() for note in _best_settings(kind, rows_)]
     settings = {"bytes": options.size, "runs": options.runs}
-    return Result("sweep", options.folder, caption, settings, tables, notes=notes)
+    return Result("sweep", options.folder, caption, settings, tables, refused, notes)
 
 
-def _row(point: _Point, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    default = point == _Point.of_defaults(point.op, point.transfer)
-    return {
-        "name": point.engine + " (default)" * default,
-        **point._asdict(),
-        "bytes_per_second": Spread.of(float(one["bw_bytes"]) for one in found),
-        "ratio_to_default": Spread.of(float(one["ratio_to_default"]) for one in found),
-        "problem": next((one["error"] for one in found if one["error"]), None),
-    }
-
-
-def _best_settings(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _best_settings(kind: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return what was found for a kind of transfer, and the settings to copy.
 
     Those only where something is clearly faster than the defaults: `_GAIN` in the median, and
     faster in every run. They stand in front of a command:
     `FASTSERIAL_BLOCK_SIZE=4MiB FASTSERIAL_QUEUE_DEPTH=8 ... python train.py`.
     """
-    kind = f"# {rows[0]['op']}, {rows[0]['transfer']}"
     for row in rows:
         ratio = row["ratio_to_default"]
         if ratio.median >= _GAIN and ratio.low > 1:
@@ -163,15 +144,15 @@ def _best_settings(rows: Sequence[dict[str, Any]]) -> list[str]:
             if row["transfer"] != _HOST:
                 values["TRANSFER"] = row["transfer"]
             words = " ".join(f"FASTSERIAL_{name}={value}" for name, value in values.items())
-            return [f"{kind}: {ratio.median:.2f} × the defaults", words]
-    return [f"{kind}: no setting is clearly faster than the defaults"]
+            return [f"# {kind}: {ratio.median:.2f} × the defaults", words]
+    return [f"# {kind}: no setting is clearly faster than the defaults"]
 
 
 # -- what is combined ----------------------------------------------------------------------------
 
 
 def _points(options: argparse.Namespace) -> list[_Point]:
-    """Return the combinations; threads that would have no block are left out.
+    """Return the defaults and the combinations; threads that would have no block are left out.
 
     Raises:
         ConfigError: a value is impossible.
@@ -215,7 +196,7 @@ def _points(options: argparse.Namespace) -> list[_Point]:
     ]
     if not wanted:
         raise BenchError("no combination is left: each needs threads ≤ queue depth, and memory")
-    return wanted
+    return list(dict.fromkeys([*(point.default for point in wanted), *wanted]))
 
 
 def _values(text: str, parse: Callable[[str], _T], option: str) -> list[_T]:
@@ -226,63 +207,14 @@ def _values(text: str, parse: Callable[[str], _T], option: str) -> list[_T]:
         raise ConfigError(f"{option}: {error}") from error
 
 
-def _in_turn(wanted: Sequence[_Point], runs: int) -> Iterator[tuple[int, _Point]]:
-    """Yield what is to be done: run by run, so that drift of the machine hits all points alike.
-
-    Within a run and a kind of transfer the order is random, and the same each time.
-    """
-    for run in range(runs):
-        for _, group in itertools.groupby(wanted, key=lambda point: point[:2]):
-            order = list(group)
-            random.Random(run).shuffle(order)
-            yield from ((run, point) for point in order)
-
-
-# -- results -------------------------------------------------------------------------------------
-
-
-class _Results:
-    """A new CSV file. Each result is there at once, also if this process is killed."""
-
-    def __init__(self, path: Path, folder: Path, nbytes: int) -> None:
-        """Create the file.
-
-        Raises:
-            BenchError: there is a file.
-            OSError: it cannot be created.
-        """
-        self.rows: dict[tuple[int, _Point], dict[str, Any]] = {}
-        self._same = {"folder": str(folder.absolute()), "bytes": nbytes}
-        try:
-            self._file = path.open("x", encoding="utf-8", newline="")
-        except FileExistsError:
-            raise BenchError(f"{path} exists: give another --csv") from None
-        self._writer = csv.DictWriter(self._file, [*_KEY, *_FOUND], lineterminator="\n")
-        self._writer.writeheader()
-
-    def add(self, run: int, point: _Point, found: dict[str, Any]) -> None:
-        """Add a line."""
-        row = {**self._same, "run": run, **point._asdict(), **found}
-        self.rows[run, point] = row
-        self._writer.writerow({name: str(value).replace("\n", " ") for name, value in row.items()})
-        self._file.flush()
-
-    def __enter__(self) -> _Results:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-
 # -- transfers -----------------------------------------------------------------------------------
 
 
-class _Runner:
-    """Makes the transfers. Holds the data, and the last measurements of the defaults."""
+class _Data:
+    """What is transferred, from where and to where, by type of transfer."""
 
-    def __init__(self, folder: Path, nbytes: int, transfers: set[str], pause: float) -> None:
-        self._folder, self._pause = folder, pause
-        self._source = folder / "source"
+    def __init__(self, folder: Path, nbytes: int, transfers: set[str]) -> None:
+        self.source = folder / "source"
         generator = torch.Generator().manual_seed(0)
         host = torch.empty(nbytes, dtype=torch.uint8).random_(generator=generator)
         self._data = {_HOST: host}
@@ -292,62 +224,22 @@ class _Runner:
             there = host.cuda()
             self._data |= dict.fromkeys(words, there)
             self._target |= dict.fromkeys(words, torch.empty_like(there))
-        self._kind: tuple[str, str] | None = None
-        self._bases: list[float] = []
-        self._since = 0
+        self._write(self.source, host, Config())
 
-    def result(self, point: _Point) -> dict[str, Any]:
-        """Measure a point, and the defaults before it if that is due."""
-        base = self._bandwidth_of_defaults(point)
-        error = ""
-        try:
-            sample = self._sample(point)
-        except EngineUnavailableError as refused:
-            sample, error = Sample(0, 0.0, 0.0), str(refused)
-        latency = sample.latency or Latency()
-        now = datetime.datetime.now(datetime.timezone.utc)
-        return {
-            "seconds": f"{sample.seconds:.6f}",
-            "bw_bytes": f"{sample.bandwidth:.0f}",
-            "ratio_to_default": f"{sample.bandwidth / base:.4f}",
-            "cpu_seconds": f"{sample.cpu_seconds:.6f}",
-            "lat_p50_us": f"{latency.p50 * 1e6:.1f}",
-            "lat_p95_us": f"{latency.p95 * 1e6:.1f}",
-            "lat_p99_us": f"{latency.p99 * 1e6:.1f}",
-            "fallback": sample.fallback or "",
-            "error": error,
-            "when": now.isoformat(timespec="seconds"),
-            "fastserial": __version__,
-        }
+    def row(self, point: _Point) -> Row:
+        """Return the row of a point."""
 
-    def _bandwidth_of_defaults(self, point: _Point) -> float:
-        """Return the bandwidth that a result is compared with: single ones vary too much."""
-        kind = point.op, point.transfer
-        default = _Point.of_defaults(*kind)
-        wanted = 1 if self._since >= _FRESH else 0
-        if kind != self._kind:
-            self._kind, wanted = kind, _LAST
-            self._sample(default)  # a warm-up
-        if wanted:
-            self._bases += [self._sample(default).bandwidth for _ in range(wanted)]
-            self._bases, self._since = self._bases[-_LAST:], 0
-        self._since += 1
-        return statistics.median(self._bases)
+        def run(path: Path) -> Sample:
+            try:
+                if point.op == "read":
+                    return self._read(self.source, point.transfer, point.config())
+                sample = self._write(path, self._data[point.transfer], point.config())
+                self._read(path, _HOST, Config())
+            except EngineUnavailableError as error:
+                raise BenchError(str(error)) from error
+            return sample
 
-    def _sample(self, point: _Point) -> Sample:
-        if point.op == "read":
-            if not self._source.exists():
-                self._write(self._source, self._data[_HOST], Config())
-            settle(self._pause)
-            return self._read(self._source, point.transfer, point.config())
-        path = self._folder / "written"
-        settle(self._pause)
-        try:
-            sample = self._write(path, self._data[point.transfer], point.config())
-            self._read(path, _HOST, Config())
-        finally:
-            path.unlink(missing_ok=True)
-        return sample
+        return Row(point.name, point.kind, run, stock=point.default.name, optional=True)
 
     def _write(self, path: Path, data: torch.Tensor, config: Config) -> Sample:
         storage = data.untyped_storage()
@@ -363,7 +255,7 @@ class _Runner:
             raise BenchError(f"{path} was not written")
         taken = Transfer(report.transfer, report.transfer_why)
         fallback = _fallback(config, taken, report.fallback)
-        return replace(used, nbytes=report.bytes, latency=report.complete, fallback=fallback)
+        return replace(used, nbytes=report.bytes, fallback=fallback)
 
     def _read(self, path: Path, transfer: str, config: Config) -> Sample:
         """Read a file that is not in the page cache, and compare.
@@ -385,9 +277,8 @@ class _Runner:
         used = measure(read)
         if not torch.equal(target, self._data[transfer]):
             raise BenchError(f"what was read with {config} is not what was written")
-        latency = Latency.of(reader.blocks.counts.complete_seconds)
         fallback = _fallback(config, reader.transfer, reader.blocks.fallback)
-        return replace(used, nbytes=target.nbytes, latency=latency, fallback=fallback)
+        return replace(used, nbytes=target.nbytes, fallback=fallback)
 
 
 def _fallback(config: Config, taken: Transfer, fallback: str | None) -> str | None:
@@ -403,8 +294,6 @@ if __name__ == "__main__":
     by = ("engine", "queue_depth", "threads")
     picture = Picture("ratio_to_default", "× defaults", 1, "block_size", by)
     script = Script(__doc__, "two hours", brief, picture)
-    results = Path("fastserial-sweep.csv")
-    script.add("--csv", type=Path, metavar="FILE", default=results, help="each result, at once")
     script.parser.set_defaults(pause=0.05)
     script.add("--size", type=size, default=512 << 20, help="of each transfer")
     sizes = "256KiB,1MiB,2MiB,4MiB,8MiB,16MiB"

@@ -109,7 +109,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
 
 
-def _tell_at_exit() -> None:
+def _print_summary_at_exit() -> None:
     """Print the summary when the interpreter exits, if the environment asks for it."""
     import os
 
@@ -131,4 +131,4 @@ def _summarize() -> None:
         print_summary()
 
 
-_tell_at_exit()
+_print_summary_at_exit()

@@ -7,6 +7,10 @@ A signal handler runs in the main thread after any call, and may raise there. So
   clean-up be skipped;
 - clean-up continues where it was interrupted, and the interrupt is raised when all is done;
 - work on other threads cannot be interrupted.
+
+Rejected: to do all work of a save on another thread, which no handler interrupts. Small saves would
+take longer, file objects belong to the caller's thread, a caller that was interrupted may hold a
+lock that the work needs, and a process may be unable to start a thread.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ GIVE_A_PATH = (
 A_FILE = "save to a file on a disk"
 ANOTHER_OWNER = "save into a directory of this user's, or as the file's owner"
 RENAMES = "save to a directory where files can be renamed"
-QUICKER = "none needed: it is the quicker way"
+QUICKER = "none needed: it is quicker"
 ASKED = "none needed: the program asked for it"
 SEE_DOCTOR = "see `fastserial doctor FOLDER`"
 

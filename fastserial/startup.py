@@ -12,7 +12,7 @@ import os
 __all__ = ["PROBE", "VARIABLE", "switch", "watch"]
 
 VARIABLE = "FASTSERIAL"
-# A program for `python -c`: exit status 0 where `fastserial.pth` is at work.
+# A program for `python -c`: exit status 0 where `fastserial.pth` is active.
 PROBE = "import sys; sys.exit('fastserial.startup' not in sys.modules)"
 
 

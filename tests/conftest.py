@@ -5,7 +5,6 @@ That takes 25 ms each time. How they are compiled is tested in processes of thei
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from types import CodeType, FunctionType
@@ -111,21 +110,21 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 @functools.cache
 def _compiled(version: str) -> tuple[patch_compile.Installation, tuple[CodeType, ...]]:
     made = patch_compile.prepare(version)
-    return made, tuple(item.patched.__code__ for item in made.functions)
+    return made, tuple(swap.ours.__code__ for swap in made.swaps)
 
 
 def _prepare(version: str) -> patch_compile.Installation:
     """Return fresh functions: `uninstall` gives them the code of the originals."""
     made, codes = _compiled(version)
-    functions = []
-    for item, code in zip(made.functions, codes, strict=True):
-        old = item.patched
+    swaps = []
+    for swap, code in zip(made.swaps, codes, strict=True):
+        old = swap.ours
         new = FunctionType(code, old.__globals__, old.__name__, old.__defaults__, old.__closure__)
         new.__kwdefaults__ = old.__kwdefaults__
         functools.update_wrapper(new, old)
         del new.__wrapped__  # type: ignore[attr-defined]
-        functions.append(dataclasses.replace(item, patched=new))
-    return made._replace(functions=tuple(functions))
+        swaps.append(swap._replace(ours=new))
+    return made._replace(swaps=tuple(swaps))
 
 
 @pytest.fixture(autouse=True, scope="session")

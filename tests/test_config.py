@@ -77,6 +77,8 @@ def test_options_are_of_one_thread() -> None:
         ("1 GiB", 1 << 30),
         ("0.5m", 512 << 10),
         ("2TiB", 2 << 40),
+        ("3GB", 3 * 10**9),
+        ("1.5kb", 1500),
     ],
 )
 def test_sizes(text: str, size: int) -> None:

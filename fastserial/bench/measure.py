@@ -17,7 +17,6 @@ from fastserial.reports import Latency
 __all__ = ["GB", "MB", "BenchError", "Sample", "measure", "parse_bytes"]
 
 MB, GB = 1000**2, 1000**3
-_DECIMAL = {"kb": 1000, "mb": MB, "gb": GB, "tb": 1000 * GB}
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 _RESET_PEAK = "5"
@@ -70,20 +69,12 @@ def measure(call: Callable[[], object]) -> Sample:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that `"3GiB"` (binary), `"3GB"` (decimal) or `"4096"` stand for.
+    """Return the bytes of a size above 0, as `fastserial.config.parse_size`.
 
     Raises:
         ConfigError: it is not a size, or not a positive one.
     """
-    low = text.strip().lower()
-    scale = _DECIMAL.get(low[-2:])
-    if scale is None:
-        nbytes = parse_size(text)
-    else:
-        try:
-            nbytes = int(float(low[:-2]) * scale)
-        except (ValueError, OverflowError):
-            raise ConfigError(f"expected a size such as 3GiB or 3GB, not {text!r}") from None
+    nbytes = parse_size(text)
     if nbytes <= 0:
         raise ConfigError(f"expected a size above 0, not {text!r}")
     return nbytes

@@ -40,9 +40,9 @@ def mixed_state(nbytes: int, tensors: int, device: str = "cpu") -> dict[str, tor
     generator = torch.Generator().manual_seed(0)
     state = {}
     for index, size in enumerate(tensor_sizes(nbytes, tensors)):
-        words = torch.empty(size // _UNIT, dtype=torch.int64)
-        words.random_(generator=generator)  # any bits: also NaNs and denormals
-        state[f"layers.{index}.weight"] = words.view(_DTYPES[index % len(_DTYPES)]).to(device)
+        tensor = torch.empty(size, dtype=torch.uint8)
+        fill(tensor, generator)  # any bits: also NaNs and denormals
+        state[f"layers.{index}.weight"] = tensor.view(_DTYPES[index % len(_DTYPES)]).to(device)
     return state
 
 

@@ -12,24 +12,18 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from rich.markup import escape
+from typing import Any
 
 from fastserial.bench.machine import this_machine
 from fastserial.bench.measure import MB, BenchError
 from fastserial.bench.rotation import Spread
 from fastserial.config import current
+from fastserial.console import print_table, say
 from fastserial.diagnosis.folder import probe_folder
 from fastserial.reports import format_bytes
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table as RichTable
 
 __all__ = [
     "CHECKED",
@@ -40,7 +34,6 @@ __all__ = [
     "Table",
     "check_files",
     "number",
-    "progress",
     "size",
     "verdict",
 ]
@@ -122,33 +115,23 @@ class Table:
             row.get("identical") is False or row.get("equal") is False for row in self.rows
         )
 
-    def as_rich(self) -> RichTable:
-        """Return the table for a console."""
-        from rich.table import Table as RichTable
-
-        table = RichTable("", *(column.head for column in self._columns), title_justify="left")
-        table.title = escape(self.title) or None
-        for column in table.columns:
-            column.overflow = "fold"  # a number that is cut off is another number
-        for column in table.columns[1:]:
-            column.justify = "right"
+    def show(self) -> None:
+        """Print the table."""
+        if self.title:
+            say(self.title)
+        lines: list[Sequence[str]] = []
         for group in dict.fromkeys(row.get("group") for row in self.rows):
             if group is not None:
-                table.add_section()
-                table.add_row(f"[bold]{escape(group)}[/bold]")
-            for row in (row for row in self.rows if row.get("group") == group):
-                table.add_row(
-                    escape(f"{'  ' * (group is not None)}{row['name']}"), *self._cells(row)
-                )
-        return table
+                lines.append([group, *("" for _ in self._columns)])
+            indent = "  " * (group is not None)
+            rows = [row for row in self.rows if row.get("group") == group]
+            lines += [[f"{indent}{row['name']}", *self._cells(row)] for row in rows]
+        print_table(["", *(column.head for column in self._columns)], lines)
 
-    def _cells(self, row: Row) -> Iterator[str]:
+    def _cells(self, row: Row) -> list[str]:
         if row.get("problem"):
-            yield f"[red]{escape(row['problem'])}[/red]"
-            return
-        for column in self._columns:
-            text = escape(column.show(row.get(column.key)))
-            yield f"[red]{text}[/red]" if row.get(column.key) is False else text
+            return [str(row["problem"]), *("" for _ in self._columns[1:])]
+        return [column.show(row.get(column.key)) for column in self._columns]
 
 
 @dataclass
@@ -195,23 +178,19 @@ class Result:
             self.caption,
         ]
 
-    def show(self, console: Console) -> None:
+    def show(self) -> None:
         """Print where it ran, what is missing, the tables, and the notes."""
-
-        def line(text: str, style: str = "") -> None:
-            console.print(text, style=style, markup=False, soft_wrap=True)
-
         for text in self.where():
-            line(text)
-        line("fastserial: " + ", ".join(f"{name}={value}" for name, value in _options().items()))
+            say(text)
+        say("options: " + ", ".join(f"{name}={value}" for name, value in _options().items()))
         for name, why in self.missing.items():
-            line(f"without {name}: {why}")
+            say(f"without {name}: {why}")
         for table in self.tables:
-            console.print(table.as_rich())
+            table.show()
         for note in self.notes:
-            line(note)
+            say(note)
         if not self.right:
-            line("Something that was written or read is WRONG.", "red")
+            say("Something that was written or read is WRONG.")
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain values: sizes in bytes, times in seconds."""
@@ -263,12 +242,3 @@ def check_files(*paths: Path | None) -> None:
                 f"{path} cannot be written: give the name of a file in a folder that is there "
                 "(or create it first) and that you may write to"
             )
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """Yield what shows on a terminal what is being measured now."""
-    from rich.console import Console
-
-    with Console(stderr=True).status("") as status:
-        yield lambda text: status.update(escape(text))

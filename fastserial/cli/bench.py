@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from fastserial.progress import show_line
+
 if TYPE_CHECKING:
     from fastserial.bench.table import Result
 
@@ -143,18 +145,16 @@ def demo(
 def _crash(folder: Path, nbytes: int, runs: int) -> NoReturn:
     """Kill saves, show what `torch.load` gets, and exit."""
     from fastserial.bench.crash import run_crash
-    from fastserial.bench.table import progress
-    from fastserial.console import new_console, print_table
+    from fastserial.console import print_table, say
 
-    with progress() as say:
-        found = run_crash(folder, nbytes, runs, say)
+    found = run_crash(folder, nbytes, runs, show_line)
     rows = [
         (one.name, one.old, one.new, one.errors.total(), "; ".join(one.errors) or "-")
         for one in found
     ]
     columns = ("saved with", "old checkpoint", "new one", "nothing", "what torch.load says")
-    title = f"A process was killed (SIGKILL) during a save over a checkpoint, {runs} times each"
-    print_table(new_console(), title, columns, rows)
+    say(f"A process was killed (SIGKILL) during a save over a checkpoint, {runs} times each")
+    print_table(columns, rows)
     raise typer.Exit(1 if found[-1].errors else 0)
 
 
@@ -163,12 +163,10 @@ def _run(
     json_file: Path | None = None,
 ) -> None:
     """Measure, show what was found, and write the file that is wanted."""
-    from fastserial.bench.table import check_files, progress
-    from fastserial.console import new_console
+    from fastserial.bench.table import check_files
 
     check_files(json_file)
-    with progress() as say:
-        result = measure(say)
-    result.show(new_console())
+    result = measure(show_line)
+    result.show()
     result.write(json_file)
     raise typer.Exit(0 if result.right else 1)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
 from fastserial.cli.verify import CANNOT_TELL, DAMAGED, files_of, some
-from fastserial.console import counted, new_console, print_table, say
+from fastserial.console import counted, print_table, say
 from fastserial.reports import format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fastserial.checkpoints.inspect import Inspection
 
 __all__ = ["inspect"]
@@ -39,13 +36,12 @@ def inspect(
     from fastserial.checkpoints.inspect import inspect as look
     from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 
-    console = new_console()
     seen: list[Inspection] = []
     states: set[int] = set()
     names = list(files_of(path)) or [str(path)]  # which says what the folder is
     for name in names:
         try:
-            found = look(name)
+            seen.append(look(name))
         except UnreadableCheckpointError as error:
             say(f"unreadable: {error}", err=True)
             states.add(CANNOT_TELL)
@@ -53,67 +49,54 @@ def inspect(
             say(f"damaged: {error}", err=True)
             states.add(DAMAGED)
         else:
-            seen.append(found)
             if not as_json:
-                _print_inspection(console, found, records)
+                _print_inspection(seen[-1], records)
     if as_json and seen:
-        all_ = [found.to_dict() for found in seen]
-        typer.echo(json.dumps(all_[0] if len(names) == 1 else {"files": all_}, indent=2))
+        found = [one.to_dict() for one in seen]
+        typer.echo(json.dumps(found[0] if len(names) == 1 else {"files": found}, indent=2))
     if states:
         raise typer.Exit(min(states))
 
 
-def _print_inspection(console: Console, found: Inspection, records: bool) -> None:
-    console.print(
-        f"{escape(found.path)}: {found.format}, {format_bytes(found.bytes)}, "
-        f"{counted(len(found.tensors), 'tensor')}, {counted(len(found.storages), 'storage')}, "
-        f"{counted(found.values, 'other value')}",
-        soft_wrap=True,
+def _print_inspection(found: Inspection, records: bool) -> None:
+    counts = (
+        counted(len(found.tensors), "tensor"),
+        counted(len(found.storages), "storage"),
+        counted(found.values, "other value"),
     )
-    _print_tensors(console, found)
-    _print_sharing(console, found)
-    if records:
-        rows = [(n, str(o), format_bytes(b)) for n, o, b in found.records]
-        print_table(console, counted(len(rows), "record"), ("record", "byte", "size"), rows)
-    if found.imports:
-        console.print(
-            f"unpickling would import: {escape(', '.join(found.imports))}", soft_wrap=True
+    say(f"{found.path}: {found.format}, {format_bytes(found.bytes)}, {', '.join(counts)}")
+    tensors = [
+        (
+            tensor.key or "(root)",
+            tensor.dtype,
+            list(tensor.shape),
+            tensor.nbytes,
+            "-" if offset is None else offset,
+            "-" if tensor.storage is None else tensor.storage,
+            tensor.kind,
+            "" if tensor.is_contiguous else f"strides {list(tensor.stride)}",
         )
-    for note in found.notes:
-        console.print(f"[yellow]note[/]: {escape(note)}", soft_wrap=True)
-
-
-def _print_tensors(console: Console, found: Inspection) -> None:
-    rows: list[tuple[Any, ...]] = []
-    for tensor, offset in zip(found.tensors, found.offsets(found.tensors), strict=True):
-        strides = "" if tensor.is_contiguous else f", strides {list(tensor.stride)}"
-        rows.append(
-            (
-                tensor.key or "(root)",
-                tensor.dtype,
-                list(tensor.shape),
-                tensor.nbytes,
-                "-" if offset is None else offset,
-                "-" if tensor.storage is None else tensor.storage,
-                tensor.kind + strides,
-            )
-        )
-    columns = ("tensor", "dtype", "shape", "bytes", "at byte", "storage", "kind")
-    if rows:
-        print_table(console, counted(len(rows), "tensor"), columns, rows)
-
-
-def _print_sharing(console: Console, found: Inspection) -> None:
-    rows = [
-        (s.key, s.nbytes, s.wasted_bytes or "-", some(s.tensors))
-        for s in found.storages
-        if s.is_shared or s.wasted_bytes
+        for tensor, offset in zip(found.tensors, found.offsets(found.tensors), strict=True)
     ]
-    if rows:
-        columns = ("storage", "bytes", "could be saved", "tensors")
-        print_table(console, "Storages shared or larger than need be", columns, rows)
+    if tensors:
+        print_table(
+            ("tensor", "dtype", "shape", "bytes", "at byte", "storage", "kind", ""), tensors
+        )
+    shared = [
+        (one.key, one.nbytes, one.wasted_bytes, some(one.tensors))
+        for one in found.storages
+        if one.is_shared or one.wasted_bytes
+    ]
+    if shared:
+        print_table(("shared storage", "bytes", "could be saved", "tensors"), shared)
     if found.wasted_bytes:
-        console.print(
+        say(
             f"{format_bytes(found.wasted_bytes)} could be saved: torch saves the whole storage of "
             "a view; clone() views before saving"
         )
+    if records:
+        print_table(("record", "byte", "bytes"), found.records)
+    if found.imports:
+        say(f"unpickling would import: {', '.join(found.imports)}")
+    for note in found.notes:
+        say(f"note: {note}")

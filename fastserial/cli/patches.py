@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fastserial.console import say
-from fastserial.errors import FastserialError, PatchError
+from fastserial.errors import PatchError
 from fastserial.patching import maintain, patches
 
 __all__ = ["patches_app"]
@@ -26,38 +25,24 @@ Torch = Annotated[
     Path | None,
     typer.Option(help="A torch wheel, or a folder that holds torch; default: the installed one."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    try:
-        yield
-    except FastserialError as error:
-        say(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 @patches_app.command("list")
 def list_patches() -> None:
     """List the release lines of torch that have a patch; a star marks the one for the installed."""
     used: str | None = None
-    with _errors():
-        with suppress(PatchError):  # no torch is installed
-            source = maintain.open_torch()
-            patch = maintain.fitting(source)
-            used = None if any(maintain.check(source, patch).values()) else patch.name
-        for name in patches.patch_names():
-            say(f"{'*' if name == used else ' '} {name:6} torch {name[1:]}.*")
+    with suppress(PatchError):  # no torch is installed
+        source = maintain.open_torch()
+        patch, problems = patches.choose(source.text, source.version)
+        used = None if any(problems.values()) else patch.name
+    for name in patches.patch_names():
+        say(f"{'*' if name == used else ' '} {name:6} torch {name[1:]}.*")
 
 
 @patches_app.command()
 def show(torch: Torch = None) -> None:
     """Print what the patch changes in torch, as a unified diff."""
-    with _errors():
-        source = maintain.open_torch(torch)
-        built = patches.build(source.text, maintain.fitting(source))
-        typer.echo(maintain.diff(source, built), nl=False)
+    typer.echo(maintain.diff(maintain.open_torch(torch)), nl=False)
 
 
 @patches_app.command()
@@ -65,34 +50,31 @@ def build(
     folder: Annotated[Path, typer.Argument(help="Where to write.")], torch: Torch = None
 ) -> None:
     """Write a full patched copy of torch's file, and its unified diff, to a folder."""
-    with _errors():
-        for path in maintain.write_copies(folder, maintain.open_torch(torch)):
-            say(path)
+    for path in maintain.write_copies(folder, maintain.open_torch(torch)):
+        say(path)
 
 
 @patches_app.command()
-def check(torch: Torch = None, json_: AsJson = False) -> None:
+def check(
+    torch: Torch = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
     """Check whether a patch applies to torch and which functions differ; exit status 1 if not."""
-    with _errors():
-        source = maintain.open_torch(torch)
-        patch = maintain.fitting(source)
-        found = maintain.check(source, patch)
-    exact, ok = patch.is_for(source.version), not any(found.values())
-    if json_:
-        report = {
-            "torch": source.version,
-            "where": source.where,
-            "patch": patch.name,
-            "exact": exact,
-            "ok": ok,
-            "functions": found,
-        }
-        typer.echo(json.dumps(report, indent=2))
+    source = maintain.open_torch(torch)
+    patch, found = patches.choose(source.text, source.version)
+    ok = not any(found.values())
+    report = {
+        "torch": source.version,
+        "where": source.where,
+        "patch": patch.name,
+        "exact": patch.is_for(source.version),
+        "ok": ok,
+    }
+    if as_json:
+        typer.echo(json.dumps({**report, "functions": found}, indent=2))
     else:
-        say(f"torch {source.version} in {source.where}")
-        say(f"patch {patch.name} is made for {'this' if exact else 'another'} version")
-        for function, problem in found.items():
-            say(f"  {function}: {problem or 'ok'}")
+        for name, value in (*report.items(), *found.items()):
+            say(f"{name}: {value or 'ok'}" if name in found else f"{name}: {value}")
         say("the patch applies" if ok else "the patch does NOT apply")
     raise typer.Exit(0 if ok else 1)
 
@@ -105,5 +87,4 @@ def new(
     ] = None,
 ) -> None:
     """Make the patch for a new torch release, or add its hashes to the patch of its line."""
-    with _errors():
-        say(maintain.new(maintain.open_torch(torch), folder))
+    say(maintain.new(maintain.open_torch(torch), folder))

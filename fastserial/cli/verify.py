@@ -7,25 +7,23 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
 from fastserial.config import current
-from fastserial.console import counted, new_console, print_table, say
+from fastserial.console import counted, print_table, say
 from fastserial.reports import format_bandwidth, format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fastserial.checkpoints.verify import VerifyReport
 
 __all__ = ["CANNOT_TELL", "DAMAGED", "OK", "files_of", "some", "verify"]
 
 OK, DAMAGED, CANNOT_TELL = 0, 1, 2
+_STATUS = {"ok": OK, "damaged": DAMAGED, "unreadable": CANNOT_TELL}
+_UNITS = {"dcp": "item", "safetensors": "tensor", "file list": "file"}
 _SHOWN_TENSORS = 3
 
 
@@ -57,34 +55,28 @@ def verify(
         **({"threads": threads} if threads else {}), progress=sys.stderr.isatty() and not quiet
     )
     reports: list[VerifyReport] = []
-    console = new_console()
     nothing: list[str] = []
     for path in paths:
-        found = False
-        for name in chain(files_of(path), file_lists_in(path)):
-            found = True
-            report = check(name, config, cold=cold)
-            reports.append(report)
-            if not as_json and not (quiet and report.ok):
-                _print_report(console, report)
-        if not found:
+        names = [*files_of(path), *file_lists_in(path)]
+        if not names:
             nothing.append(str(path))
-    states = {report.status for report in reports}
-    status = DAMAGED if "damaged" in states else OK
-    if status == OK and ("unreadable" in states or nothing):
-        status = CANNOT_TELL
+        for name in names:
+            reports.append(check(name, config, cold=cold))
+            if not as_json and not (quiet and reports[-1].ok):
+                _print_report(reports[-1])
+    states = {_STATUS[report.status] for report in reports} | {CANNOT_TELL for _ in nothing}
+    status = next(one for one in (DAMAGED, CANNOT_TELL, OK) if one in states or one == OK)
     if as_json:
-        result = {
-            "status": status,
-            "files": [asdict(report) for report in reports],
-            "no_checkpoints_in": nothing,
-        }
+        files = [asdict(report) for report in reports]
+        result = {"status": status, "files": files, "no_checkpoints_in": nothing}
         typer.echo(json.dumps(result, indent=2))
     else:
         for name in nothing:
             say(f"no checkpoints in {name}", err=True)
         if not quiet and len(reports) > 1:
-            _print_sum(console, reports)
+            counts = {word: sum(one.status == word for one in reports) for word in _STATUS}
+            facts = [f"{count} {word}" for word, count in counts.items() if count]
+            say(f"{len(reports)} checkpoints: {', '.join([*facts, *_amounts(reports)])}")
     raise typer.Exit(status)
 
 
@@ -98,41 +90,6 @@ def files_of(path: Path) -> Iterator[str]:
         yield str(path)
 
 
-_UNITS = {"dcp": "item", "safetensors": "tensor", "file list": "file"}
-_COLORS = {"ok": "green", "damaged": "red", "unreadable": "yellow"}
-
-
-def _print_report(console: Console, report: VerifyReport) -> None:
-    color = _COLORS[report.status]
-    facts: list[str] = []
-    if report.format is not None:
-        records = counted(report.records, _UNITS.get(report.format, "record"))
-        facts = [report.format, records, format_bytes(report.bytes), *_speed([report])]
-    console.print(
-        f"[{color}]{report.status:10}[/] {escape(report.path)}  {', '.join(facts)}".rstrip(),
-        soft_wrap=True,
-    )
-    for note in report.notes:
-        console.print(f"           {escape(note)}", soft_wrap=True)
-    if report.problems:
-        files = any(problem.file for problem in report.problems)
-        rows = [
-            (
-                problem.kind,
-                *((problem.file or "-",) if files else ()),
-                problem.record or "-",
-                "-" if problem.offset is None else problem.offset,
-                some(problem.tensors),
-                problem.message,
-            )
-            for problem in report.problems
-        ]
-        where = ("file", "item") if files else ("record",)
-        print_table(console, "", ("kind", *where, "byte", "tensors", "what is wrong"), rows)
-        if report.found > len(report.problems):
-            console.print(f"... and {report.found - len(report.problems)} more")
-
-
 def some(names: tuple[str, ...]) -> str:
     """Return the first few names, and how many more there are."""
     shown = ", ".join(name or "(root)" for name in names[:_SHOWN_TENSORS])
@@ -140,16 +97,34 @@ def some(names: tuple[str, ...]) -> str:
     return f"{shown} and {rest} more" if rest > 0 else shown or "-"
 
 
-def _print_sum(console: Console, reports: list[VerifyReport]) -> None:
-    counts = {status: sum(r.status == status for r in reports) for status in _COLORS}
-    nbytes = sum(report.bytes for report in reports)
-    texts = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    facts = ", ".join((format_bytes(nbytes), *_speed(reports)))
-    console.print(f"{len(reports)} checkpoints: {texts}; {facts}")
+def _print_report(report: VerifyReport) -> None:
+    facts: list[str] = []
+    if report.format is not None:
+        records = counted(report.records, _UNITS.get(report.format, "record"))
+        facts = [report.format, records, *_amounts([report])]
+    say(f"{report.status:10} {report.path}  {', '.join(facts)}".rstrip())
+    for note in report.notes:
+        say(f"           {note}")
+    rows = [
+        (
+            problem.kind,
+            problem.file or "-",
+            problem.record or "-",
+            "-" if problem.offset is None else problem.offset,
+            some(problem.tensors),
+            problem.message,
+        )
+        for problem in report.problems
+    ]
+    if rows:
+        print_table(("kind", "file", "record", "byte", "tensors", "what is wrong"), rows)
+    if report.found > len(rows):
+        say(f"... and {report.found - len(rows)} more")
 
 
-def _speed(reports: Sequence[VerifyReport]) -> Iterator[str]:
-    """Yield how fast files were read; nothing of those of which only the structure was."""
+def _amounts(reports: Sequence[VerifyReport]) -> Iterator[str]:
+    """Yield the size of checkpoints, and how fast those were read of which all was read."""
+    yield format_bytes(sum(report.bytes for report in reports))
     read = [report for report in reports if report.checked_bytes]
     seconds = sum(report.seconds for report in read)
     if seconds:

@@ -138,7 +138,11 @@ _TRUTH = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
-_UNITS = {f"{unit}{end}": 1024**n for n, unit in enumerate("kmgt", 1) for end in ("", "ib")}
+_UNITS = {
+    f"{unit}{end}": base**n
+    for n, unit in enumerate("kmgt", 1)
+    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
 _PREFIX = "FASTSERIAL_"
 # In bytes, as the dictionary behind `os.environ` has them.
 _VARIABLES = {os.fsencode(_PREFIX + name.upper()): name for name in ("engine", *_CHOICES, *_RANGES)}
@@ -182,7 +186,7 @@ def _parse(name: str, text: str) -> Any:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that `"8MiB"`, `"64k"` or `"4096"` stand for (binary units).
+    """Return the bytes that `"8MiB"` or `"8m"` (binary), `"8MB"` (decimal) or `"4096"` stand for.
 
     Raises:
         ConfigError: it is not a size.

@@ -7,36 +7,36 @@ import importlib
 import linecache
 import os
 import types
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastserial.errors import PatchError
 
 if TYPE_CHECKING:
-    from fastserial.patching.patches import BuiltFunction, Patch
+    from fastserial.patching.patches import BuiltFunction
 
-__all__ = ["Installation", "SwappedFunction", "prepare"]
+__all__ = ["Installation", "Swap", "prepare"]
 
 
-@dataclass(frozen=True, slots=True)
-class SwappedFunction:
-    """One function of torch and its patched copy."""
+class Swap(NamedTuple):
+    """A name in a module, torch's object for it, and ours that takes its place."""
 
-    original: types.FunctionType
-    patched: types.FunctionType
-
-    @property
-    def name(self) -> str:
-        return self.original.__name__
+    namespace: dict[str, Any]
+    name: str
+    original: Any
+    ours: Any
 
     @property
     def full_name(self) -> str:
-        return f"{self.original.__module__}.{self.name}"
+        return f"{self.namespace['__name__']}.{self.name}"
 
     @property
     def current(self) -> object:
-        """What torch's namespace has under the name."""
-        return self.original.__globals__.get(self.name)
+        """What the module has under the name."""
+        return self.namespace.get(self.name)
+
+    @property
+    def in_force(self) -> bool:
+        return self.current is self.ours
 
 
 class Installation(NamedTuple):
@@ -45,20 +45,17 @@ class Installation(NamedTuple):
     Attributes:
         patch: the name of the patch.
         exact: it is made for the version of torch that is imported.
-        namespace: that of the patched module.
-        functions: what to swap.
+        swaps: the functions.
     """
 
     patch: str
     exact: bool
-    namespace: dict[str, object]
-    functions: tuple[SwappedFunction, ...]
+    swaps: tuple[Swap, ...]
 
-    def replaced(self) -> tuple[SwappedFunction, ...]:
-        return tuple(item for item in self.functions if item.current is not item.patched)
-
+    @property
     def in_force(self) -> bool:
-        return len(self.replaced()) < len(self.functions)
+        """Whether torch runs one of our functions, at least."""
+        return any(swap.in_force for swap in self.swaps)
 
 
 def prepare(version: str) -> Installation:
@@ -68,23 +65,28 @@ def prepare(version: str) -> Installation:
         PatchError: there is none for this version, or the installed torch is not as released.
     """
     # here, so that `import fastserial` alone (every process, with FASTSERIAL=1) costs little
-    from fastserial.patching.patches import MODULE, candidates
+    from fastserial.patching.patches import MODULE, build, choose, split_lines
 
     module = importlib.import_module(MODULE)
     source = _source(module)
-    why: str | None = None
-    for patch in candidates(version):
-        exact = patch.is_for(version)
-        try:
-            functions = _compiled(patch, module, source)
-        except PatchError as error:
-            # the patch made for this version has the most specific reason
-            why = why or (str(error) if exact else None)
-        else:
-            return Installation(patch.name, exact, vars(module), functions)
-    if why is None:
-        raise PatchError(f"fastserial has no patch for torch {version}")
-    raise PatchError(f"torch {version} is not as released: {why}")
+    patch, problems = choose(source, version)
+    exact = patch.is_for(version)
+    for problem in filter(None, problems.values()):
+        if not exact:
+            raise PatchError(f"fastserial has no patch for torch {version}")
+        raise PatchError(f"torch {version} is not as released: {problem}")
+    text, functions = build(source, patch)
+    # below torch's own path, because torch.compile decides by path what it must not trace
+    stem, extension = os.path.splitext(str(module.__file__))
+    file = f"{stem}.fastserial-{patch.name}{extension}"
+    swaps = []
+    for function in functions:
+        original = _running(module, function)
+        ours = _patched(function, original, file)
+        swaps.append(Swap(vars(module), function.name, original, ours))
+    # for tracebacks; no modification time: linecache then never looks for the file on disk
+    linecache.cache[file] = (len(text), None, split_lines(text), file)
+    return Installation(patch.name, exact, tuple(swaps))
 
 
 def _source(module: types.ModuleType) -> str:
@@ -98,28 +100,9 @@ def _source(module: types.ModuleType) -> str:
     return str(text)
 
 
-def _compiled(patch: Patch, module: types.ModuleType, source: str) -> tuple[SwappedFunction, ...]:
-    from fastserial.patching.patches import build, split_lines
-
-    built = build(source, patch)
-    for function in built.functions:
-        if function.problem is not None:
-            raise PatchError(function.problem)
-    # below torch's own path, because torch.compile decides by path what it must not trace
-    stem, extension = os.path.splitext(str(module.__file__))
-    file = f"{stem}.fastserial-{patch.name}{extension}"
-    swapped = []
-    for function in built.functions:
-        original = _running(module, function)
-        swapped.append(SwappedFunction(original, _patched(function, original, file)))
-    # for tracebacks; no modification time: linecache then never looks for the file on disk
-    linecache.cache[file] = (len(built.text), None, split_lines(built.text), file)
-    return tuple(swapped)
-
-
 def _running(module: types.ModuleType, built: BuiltFunction) -> types.FunctionType:
     """Return torch's function, if it is the one in the installed file."""
-    function = vars(module).get(built.patch.name)
+    function = vars(module).get(built.name)
     if (
         not isinstance(function, types.FunctionType)
         or function.__globals__ is not vars(module)
@@ -127,7 +110,7 @@ def _running(module: types.ModuleType, built: BuiltFunction) -> types.FunctionTy
         or function.__code__.co_filename != module.__file__
     ):
         raise PatchError(
-            f"{module.__name__}.{built.patch.name} is not the function in its source file: other "
+            f"{module.__name__}.{built.name} is not the function in its source file: other "
             "code replaced it, or the file changed after the import"
         )
     return function

@@ -21,7 +21,7 @@ from typing import Any
 from fastserial import import_hook
 from fastserial.errors import PatchError, UnsupportedTorchWarning
 from fastserial.memory.held_settings import paused_collection
-from fastserial.patching.compile import Installation, SwappedFunction, prepare
+from fastserial.patching.compile import Installation, Swap, prepare
 
 __all__ = [
     "PatchStatus",
@@ -66,11 +66,9 @@ class PatchStatus:
 
 
 _HOME = "torch.serialization"
-_KEY = "_fastserial_installation"  # in that module: for a second copy of this one, after a reload
 
 _lock = threading.RLock()
-_installation: Installation | None = getattr(sys.modules.get(_HOME), _KEY, None)
-_ready: Installation | None = None  # for `patched` while nothing is installed
+_ready: Installation | None = None  # it may be in force or not
 _reason: str | None = "install() has not been called"
 _warned: set[str] = set()
 
@@ -122,11 +120,11 @@ def switch_on(strict: bool = False) -> str | None:
     Raises:
         PatchError: `strict`, and the installed torch cannot be patched.
     """
-    global _installation, _reason
+    global _ready, _reason
     _import()
     with paused_collection(), _lock:  # what is made stays: no reason to collect
         # not in force: uninstalled by other means, e.g. importlib.reload
-        if _installation is None or not _installation.in_force():
+        if _ready is None or not _ready.in_force:
             try:
                 made = _checked()
             except PatchError as error:
@@ -135,10 +133,8 @@ def switch_on(strict: bool = False) -> str | None:
                     raise PatchError(f"{_reason}. {_REMEDY}") from None
                 return _reason
             # set before the swap: a fork in between then finds nothing half-applied
-            _installation, _reason = made, None
-            made.namespace.update(
-                {_KEY: made, **{item.name: item.patched for item in made.functions}}
-            )
+            _ready, _reason = made, None
+            made.swaps[0].namespace.update({swap.name: swap.ours for swap in made.swaps})
     hide_from_compiler()
     return None
 
@@ -152,27 +148,28 @@ def uninstall() -> bool:
     Forgets the options given to `install()`. A function that other code replaced after
     `install()` stays, with a warning; if it calls ours, that behaves as stock from now on.
     """
-    global _installation, _reason
+    global _ready, _reason
     from fastserial import config
 
     config.forget_installed()
     with _lock:
-        found = _installation
-        if found is None:
+        if _ready is None or _reason is not None:  # not installed: made for `patched` alone
             return False
-        foreign = [item for item in found.replaced() if item.current is not item.original]
-        ours = [item for item in found.functions if item.current is item.patched]
-        found.namespace.update({item.name: item.original for item in ours})
-        for item in found.functions:
+        found = _ready.swaps
+        ours = {swap.name: swap.original for swap in found if swap.in_force}
+        foreign = [
+            swap for swap in found if not swap.in_force and swap.current is not swap.original
+        ]
+        found[0].namespace.update(ours)
+        for swap in found:
             # a wrapper or an alias that still refers to our function gets stock behaviour from it
-            item.patched.__code__ = item.original.__code__
-        found.namespace.pop(_KEY, None)
-        _installation, _reason = None, "uninstall() was called"
+            swap.ours.__code__ = swap.original.__code__
+        _ready, _reason = None, "uninstall() was called"
         hooks = sys.modules.get("fastserial.patching.safetensors_hooks")
         if hooks is not None:
             hooks.switch_off()
     if foreign:
-        names = ", ".join(item.full_name for item in foreign)
+        names = ", ".join(swap.full_name for swap in foreign)
         warnings.warn(
             f"{names} was replaced by other code after fastserial.install(); it is left as it is",
             RuntimeWarning,
@@ -189,8 +186,8 @@ def installed() -> bool:
 
     False also if other code has replaced them after `install()`.
     """
-    installation = _installation
-    return installation is not None and installation.in_force()
+    found = _ready
+    return found is not None and found.in_force
 
 
 def status() -> PatchStatus:
@@ -203,22 +200,13 @@ def status() -> PatchStatus:
     # a torch halfway through its own import has no version yet
     version = str(getattr(sys.modules.get("torch"), "__version__", "")) or None
     with _lock:
-        found = _installation
-        if found is None or not found.in_force():
+        found = _ready
+        if found is None or not found.in_force:
             reason = _reason or "other code replaced all of our functions"
             return PatchStatus(False, version, reason=reason)
-        return PatchStatus(
-            True,
-            version,
-            found.patch,
-            found.exact,
-            _names(found.functions),
-            _names(found.replaced()),
-        )
-
-
-def _names(functions: tuple[SwappedFunction, ...]) -> tuple[str, ...]:
-    return tuple(item.full_name for item in functions)
+        functions = tuple(swap.full_name for swap in found.swaps)
+        replaced = tuple(swap.full_name for swap in found.swaps if not swap.in_force)
+        return PatchStatus(True, version, found.patch, found.exact, functions, replaced)
 
 
 def get_original(name: str) -> Any:
@@ -228,11 +216,8 @@ def get_original(name: str) -> Any:
         AttributeError: torch has no such name.
     """
     module = importlib.import_module(_HOME)
-    installation = _installation
-    for item in installation.functions if installation is not None else ():
-        if item.name == name:
-            return item.original
-    return getattr(module, name)
+    swap = _swap_of(name)
+    return getattr(module, name) if swap is None else swap.original
 
 
 def patched(name: str) -> Callable[..., Any] | None:
@@ -243,14 +228,19 @@ def patched(name: str) -> Callable[..., Any] | None:
     global _ready
     _import()
     with _lock:
-        installation = _installation or _ready
-        if installation is None:
+        if _ready is None:
             try:
-                installation = _ready = _checked()
+                _ready = _checked()
             except PatchError as error:
                 _log.info("%s", error)
                 return None
-    return next((item.patched for item in installation.functions if item.name == name), None)
+    swap = _swap_of(name)
+    return None if swap is None else swap.ours
+
+
+def _swap_of(name: str) -> Swap | None:
+    swaps = _ready.swaps if _ready is not None else ()
+    return next((swap for swap in swaps if swap.name == name), None)
 
 
 def _import() -> None:

@@ -15,25 +15,16 @@ from typing import NamedTuple
 from fastserial.errors import PatchError
 from fastserial.patching.patches import (
     MODULE,
-    BuiltModule,
-    Patch,
     build,
-    candidates,
+    choose,
     patch_names,
     patches_dir,
     read_patch,
+    sha256,
     split_lines,
 )
 
-__all__ = [
-    "TorchSource",
-    "check",
-    "diff",
-    "fitting",
-    "new",
-    "open_torch",
-    "write_copies",
-]
+__all__ = ["TorchSource", "diff", "new", "open_torch", "write_copies"]
 
 _FILE = f"{MODULE.replace('.', '/')}.py"
 _VERSION = re.compile(r"""^__version__[^=\n]*=\s*(['"])(.+?)\1""", re.MULTILINE)
@@ -75,39 +66,16 @@ def open_torch(where: Path | None = None) -> TorchSource:
     return TorchSource(version[2], str(where), text)
 
 
-def fitting(source: TorchSource, folder: Path | None = None) -> Patch:
-    """Return the patch that `install()` would choose for a torch.
-
-    When none fits, return the one made for its release line, or else the newest: `check` reports
-    the differences.
+def diff(source: TorchSource) -> str:
+    """Return what our lines change as a unified diff, for `patch -p1`.
 
     Raises:
-        PatchError: there are no patches.
+        PatchError: they cannot be inserted.
     """
-    patches = list(candidates(source.version, folder))
-    if not patches:
-        raise PatchError(f"there are no patches in {folder or patches_dir()}")
-    fit = (patch for patch in patches if not any(check(source, patch).values()))
-    return next(fit, patches[0])
-
-
-def check(source: TorchSource, patch: Patch) -> dict[str, str | None]:
-    """Return by function why its patch does not apply to a torch; None where it does."""
-    found: dict[str, str | None] = {}
-    for function in patch.functions:
-        try:
-            (built,) = build(source.text, patch._replace(functions=(function,))).functions
-        except PatchError as error:
-            found[function.name] = str(error)
-        else:
-            found[function.name] = built.problem
-    return found
-
-
-def diff(source: TorchSource, built: BuiltModule) -> str:
-    """Return what our lines change as a unified diff, for `patch -p1`."""
-    texts = (split_lines(source.text), split_lines(built.text))
-    return "".join(difflib.unified_diff(*texts, f"a/{_FILE}", f"b/{_FILE}"))
+    patch, _ = choose(source.text, source.version)
+    built, _ = build(source.text, patch)
+    before, after = split_lines(source.text), split_lines(built)
+    return "".join(difflib.unified_diff(before, after, f"a/{_FILE}", f"b/{_FILE}"))
 
 
 def write_copies(folder: Path, source: TorchSource) -> list[Path]:
@@ -116,16 +84,14 @@ def write_copies(folder: Path, source: TorchSource) -> list[Path]:
     Raises:
         PatchError: no patch fits.
     """
-    patch = fitting(source)
-    built = build(source.text, patch)
-    for function in built.functions:
-        if function.problem is not None:
-            raise PatchError(f"{source.where}: {function.problem}")
+    patch, problems = choose(source.text, source.version)
+    for problem in filter(None, problems.values()):
+        raise PatchError(f"{source.where}: {problem}")
     copy = folder / Path(_FILE).with_suffix(f".fastserial-{patch.name}.py")
     copy.parent.mkdir(parents=True, exist_ok=True)
-    copy.write_text(built.text, encoding="utf-8")
+    copy.write_text(build(source.text, patch)[0], encoding="utf-8")
     difference = copy.with_suffix(".diff")
-    difference.write_text(diff(source, built), encoding="utf-8")
+    difference.write_text(diff(source), encoding="utf-8")
     return [copy, difference]
 
 
@@ -144,17 +110,18 @@ def new(source: TorchSource, folder: Path | None = None) -> Path:
     names = patch_names(folder)
     start = read_patch(name if name in names else names[0], folder)
     try:
-        built = build(source.text, start)
+        _, functions = build(source.text, start)
     except PatchError as error:
         raise PatchError(
             f"{error}. Write an edit for it into {path} (CONTRIBUTING.md, 'A new torch release')"
         ) from error
+    old = {edit.function: edit.hashes for edit in start.edits if start.name == name}
     lines = ["[sha256]\n"]
-    for function in built.functions:
-        old = function.patch.hashes if start.name == name else ()
-        hashes = [f'"{one}"' for one in dict.fromkeys((*old, function.sha256))]
+    for function in functions:
+        all_ = dict.fromkeys((*old.get(function.name, ()), sha256(function.original)))
+        hashes = [f'"{one}"' for one in all_]
         text = hashes[0] if len(hashes) == 1 else f"[{', '.join(hashes)}]"
-        lines.append(f"{function.patch.name} = {text}\n")
+        lines.append(f"{function.name} = {text}\n")
     known = (folder / f"{start.name}.toml").read_text(encoding="utf-8")
     _, head, edits = known.partition("[edits.")
     if edits:

@@ -13,7 +13,6 @@ import io
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,12 +26,11 @@ else:
 __all__ = [
     "MODULE",
     "BuiltFunction",
-    "BuiltModule",
-    "FunctionPatch",
+    "Edit",
     "Patch",
     "build",
-    "candidates",
-    "line_of",
+    "check",
+    "choose",
     "patch_names",
     "patches_dir",
     "read_patch",
@@ -45,18 +43,18 @@ END = "# <<< fastserial"
 _RELEASE = re.compile(r"(\d+\.\d+)\.\d+(\.post\d+)?(\+.*)?")  # not a development or pre-release
 
 
-class FunctionPatch(NamedTuple):
+class Edit(NamedTuple):
     """The edit of one function.
 
     Attributes:
-        name: its name in `MODULE`.
+        function: its name in `MODULE`.
         hashes: SHA-256 of its source in each release that the patch is for.
         before: the line, without its indentation, in front of which the lines go. The function
             has it once.
         insert: the lines; names that they make begin with `_fastserial`.
     """
 
-    name: str
+    function: str
     hashes: tuple[str, ...]
     before: str
     insert: str
@@ -66,7 +64,7 @@ class Patch(NamedTuple):
     """The edits for one release line of torch, called after it: `v2.13`."""
 
     name: str
-    functions: tuple[FunctionPatch, ...]
+    edits: tuple[Edit, ...]
 
     def is_for(self, version: str) -> bool:
         """Return whether `version` is a release of the line, as `2.13.1+cpu` is one of `v2.13`."""
@@ -77,37 +75,18 @@ class BuiltFunction(NamedTuple):
     """One function of the module, and its copy with our lines.
 
     Attributes:
-        patch: the edit that made it.
+        name: of the function.
         original: its source as installed.
         text: the copy's source.
         original_line: the number of the first line of `original` in the installed file.
         line: the number of the first line of `text` in the built file.
     """
 
-    patch: FunctionPatch
+    name: str
     original: str
     text: str
     original_line: int
     line: int
-
-    @property
-    def sha256(self) -> str:
-        """The SHA-256 of `original`."""
-        return hashlib.sha256(self.original.encode()).hexdigest()
-
-    @property
-    def problem(self) -> str | None:
-        """Why `original` is not what the patch was made for, or None."""
-        if self.sha256 in self.patch.hashes:
-            return None
-        return f"the source of {MODULE}.{self.patch.name} is not the one this patch was made for"
-
-
-class BuiltModule(NamedTuple):
-    """The module's whole source with our lines, and the functions that have them."""
-
-    text: str
-    functions: tuple[BuiltFunction, ...]
 
 
 def patches_dir() -> Path:
@@ -132,17 +111,50 @@ def line_of(version: str) -> str | None:
     return f"v{release[1]}" if release is not None else None
 
 
-def candidates(version: str, folder: Path | None = None) -> Iterator[Patch]:
-    """Yield the patch made for a version of torch, if there is one, then the others, newest first.
+def choose(
+    source: str, version: str, folder: Path | None = None
+) -> tuple[Patch, dict[str, str | None]]:
+    """Return the patch that fits the module's source, and what `check` says of it.
 
-    Each is read when it is asked for: all ten take some 10 ms.
+    That is the patch for the version of torch, or else one whose hashes are those of the source.
+    If there is none: the one for the version, or else the newest.
 
     Raises:
-        PatchError: a file there is not a patch.
+        PatchError: there are no patches, or a file is not one.
     """
-    own = line_of(version)
-    for name in sorted(patch_names(folder), key=lambda name: name != own):
-        yield read_patch(name, folder)
+    names = patch_names(folder)
+    if not names:
+        raise PatchError(f"there are no patches in {folder or patches_dir()}")
+    first: tuple[Patch, dict[str, str | None]] | None = None
+    for name in sorted(names, key=lambda name: name != line_of(version)):
+        patch = read_patch(name, folder)  # when its turn comes: all ten take some 10 ms
+        problems = check(source, patch)
+        if not any(problems.values()):
+            return patch, problems
+        first = first or (patch, problems)
+    return first or (patch, problems)
+
+
+def check(source: str, patch: Patch) -> dict[str, str | None]:
+    """Return by function why a patch does not apply to the module's source; None where it does."""
+    lines = split_lines(source)
+    found: dict[str, str | None] = {}
+    for edit in patch.edits:
+        try:
+            first, end = _span(lines, edit.function)
+            _inserted(lines[first:end], edit)
+        except PatchError as error:
+            found[edit.function] = str(error)
+        else:
+            same = sha256("".join(lines[first:end])) in edit.hashes
+            text = f"the source of {MODULE}.{edit.function} is not the one this patch was made for"
+            found[edit.function] = None if same else text
+    return found
+
+
+def sha256(text: str) -> str:
+    """Return the hash of a source, as the patches have it."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_patch(name: str, folder: Path | None = None) -> Patch:
@@ -158,43 +170,41 @@ def read_patch(name: str, folder: Path | None = None) -> Patch:
             for stem in ("edits", name)
         )
         hashes, edits = own.get("sha256", {}), own.get("edits", {})
-        functions = tuple(
-            FunctionPatch(
-                function, _as_tuple(hashes.get(function, [])), **{**edit, **edits.get(function, {})}
-            )
-            for function, edit in common.items()
+        found = tuple(
+            Edit(name, _as_tuple(hashes.get(name, [])), **{**edit, **edits.get(name, {})})
+            for name, edit in common.items()
         )
     except (OSError, TypeError, ValueError) as error:
         raise PatchError(f"{folder / name}.toml is not a patch: {error!r}") from error
-    return Patch(name, functions)
+    return Patch(name, found)
 
 
 def _as_tuple(hashes: str | list[str]) -> tuple[str, ...]:
     return (hashes,) if isinstance(hashes, str) else tuple(hashes)
 
 
-def build(source: str, patch: Patch) -> BuiltModule:
+def build(source: str, patch: Patch) -> tuple[str, tuple[BuiltFunction, ...]]:
     """Insert a patch's lines into the module's source, whatever its hashes.
+
+    Returns:
+        The whole source with the lines, and the functions that have them.
 
     Raises:
         PatchError: a function is not there, or has the line `before` not exactly once.
     """
     lines = split_lines(source)
-    spans = sorted((*_span(lines, function.name), function) for function in patch.functions)
+    spans = sorted((*_span(lines, edit.function), edit) for edit in patch.edits)
     built: list[str] = []
     functions: list[BuiltFunction] = []
     done = 0  # lines of the source
-    for first, end, function in spans:
+    for first, end, edit in spans:
         built += lines[done:first]
-        copy = _inserted(lines[first:end], function)
-        functions.append(
-            BuiltFunction(
-                function, "".join(lines[first:end]), "".join(copy), first + 1, len(built) + 1
-            )
-        )
+        original, copy = lines[first:end], _inserted(lines[first:end], edit)
+        texts = "".join(original), "".join(copy)
+        functions.append(BuiltFunction(edit.function, *texts, first + 1, len(built) + 1))
         built += copy
         done = end
-    return BuiltModule("".join([*built, *lines[done:]]), tuple(functions))
+    return "".join([*built, *lines[done:]]), tuple(functions)
 
 
 def split_lines(text: str) -> list[str]:
@@ -221,13 +231,11 @@ def _span(lines: list[str], name: str) -> tuple[int, int]:
     return first, end
 
 
-def _inserted(lines: list[str], function: FunctionPatch) -> list[str]:
-    at = [index for index, line in enumerate(lines) if line.strip() == function.before]
+def _inserted(lines: list[str], edit: Edit) -> list[str]:
+    at = [index for index, line in enumerate(lines) if line.strip() == edit.before]
     if len(at) != 1:
-        raise PatchError(
-            f"{MODULE}.{function.name} has {len(at)} lines `{function.before}`, not one"
-        )
-    place = at[0]
-    indent = lines[place][: -len(lines[place].lstrip())]
-    ours = textwrap.indent(f"{BEGIN}\n{function.insert.strip()}\n{END}\n", indent)
-    return [*lines[:place], *split_lines(ours), *lines[place:]]
+        raise PatchError(f"{MODULE}.{edit.function} has {len(at)} lines `{edit.before}`, not one")
+    index = at[0]
+    indent = lines[index][: -len(lines[index].lstrip())]
+    ours = textwrap.indent(f"{BEGIN}\n{edit.insert.strip()}\n{END}\n", indent)
+    return [*lines[:index], *split_lines(ours), *lines[index:]]

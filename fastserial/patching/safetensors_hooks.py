@@ -13,7 +13,6 @@ import importlib
 import logging
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -26,6 +25,7 @@ from fastserial.formats.storages import ITEM_BYTES
 from fastserial.import_hook import when_imported
 from fastserial.memory.storages import HostMemory, batch_of
 from fastserial.patching import save_hooks
+from fastserial.patching.compile import Swap
 from fastserial.reports import SAVES
 from fastserial.saving.writer import FastFileWriter
 
@@ -36,8 +36,7 @@ _FUNCTION = "serialize_file"
 _log = logging.getLogger("fastserial")
 _DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 _wanted = False
-_stock: Callable[..., None] | None = None  # what `_ours` replaced
-_ours: Callable[..., None] | None = None
+_swap: Swap | None = None
 _ranks: Mapping[str, int] = {}  # by dtype: in which order tensors are written
 
 
@@ -56,23 +55,23 @@ def switch_off() -> None:
     """
     global _wanted
     _wanted = False
-    module = sys.modules.get(_MODULE)
-    if _ours is not None and getattr(module, _FUNCTION, None) is _ours:
-        setattr(module, _FUNCTION, _stock)
+    if _swap is not None and _swap.in_force:
+        _swap.namespace[_FUNCTION] = _swap.original
 
 
 def _imported(module: ModuleType) -> None:
-    global _stock, _ours, _ranks
-    if not _wanted or (_ours is not None and getattr(module, _FUNCTION, None) is _ours):
+    global _swap, _ranks
+    if not _wanted or (_swap is not None and _swap.in_force):
         return
     try:
-        ranks = _learn_order(importlib.import_module("safetensors"))
+        _ranks = _learn_order(importlib.import_module("safetensors"))
         stock = getattr(module, _FUNCTION)
     except Exception as error:  # must not break the import; older releases pass copies
         _log.warning("safetensors stays as it is; fastserial needs release 0.8 or later: %r", error)
         return
-    _ranks, _stock, _ours = ranks, stock, functools.partial(_serialize_file, stock)
-    setattr(module, _FUNCTION, _ours)
+    ours = functools.partial(_serialize_file, stock)
+    _swap = Swap(vars(module), _FUNCTION, stock, ours)
+    setattr(module, _FUNCTION, ours)
 
 
 def _learn_order(package: Any) -> dict[str, int]:
@@ -115,10 +114,11 @@ def _serialize_file(
         WriteError: the file cannot be written; the previous one is intact.
         Exception: whatever safetensors raises.
     """
-    prepared = None
+    prepared, found = None, None
     if _wanted and isinstance(filename, str | os.PathLike) and current().safetensors:
         prepared = _prepare(tensor_dict, metadata)
-    found = None if prepared is None else save_hooks.open_writer(filename, "safetensors", True)
+    if prepared is not None:
+        found = save_hooks.open_writer(filename, "safetensors", True)
     if isinstance(found, StockWay):
         SAVES.add_torchs(found.reason)
     if prepared is None or not isinstance(found, FastFileWriter):
@@ -136,16 +136,16 @@ def _prepare(
     tensors: Mapping[str, Any], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, Sequence[HostMemory]] | None:
     """Return the header and the tensors' memory in their order; None: safetensors has to write."""
+    if metadata is not None and (not metadata or not _is_text(metadata)):
+        return None
     rows = []
     for key, spec in tensors.items():
-        dtype = _dtype(spec)
-        shape = tuple(spec.shape)
+        name = str(spec.dtype)
+        dtype, shape = _DTYPES.get(name, name), tuple(spec.shape)  # the format has names of its own
         if dtype not in _ranks or math.prod(shape) * ITEM_BYTES[dtype] != spec.data_len:
             return None
         rows.append((_ranks[dtype], key, dtype, shape, spec))
     rows.sort(key=lambda row: row[:2])
-    if metadata is not None and (not metadata or not _is_text(metadata)):
-        return None
     try:
         header = header_bytes(
             [(key, dtype, shape, spec.data_len) for _, key, dtype, shape, spec in rows],
@@ -155,12 +155,6 @@ def _prepare(
         return None
     memories = [HostMemory(spec.data_ptr, spec.data_len, spec) for *_, spec in rows]
     return header, memories
-
-
-def _dtype(spec: Any) -> str:
-    """Return torch's name of a dtype, of which the format has a name of its own."""
-    name = str(spec.dtype)
-    return _DTYPES.get(name, name)
 
 
 def _is_text(metadata: Mapping[str, str]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import stat
@@ -11,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from fastserial.bench import fio, rotation, save, table
 from fastserial.bench.compare import different_tensors, digest
 from fastserial.bench.fio import FioSettings
-from fastserial.bench.measure import BenchError, Sample, measure, parse_bytes
+from fastserial.bench.measure import BenchError, Sample, measure
 from fastserial.bench.rotation import (
     DURABLE,
     GROUPS,
@@ -47,16 +45,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sample(seconds: float, nbytes: int = 1000) -> Sample:
     return Sample(nbytes, seconds, seconds / 2, 100)
-
-
-# --- data -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"), [("3GiB", 3 << 30), ("3GB", 3 * 10**9), ("1.5kb", 1500), ("7", 7)]
-)
-def test_sizes(text: str, nbytes: int) -> None:
-    assert parse_bytes(text) == nbytes
 
 
 # --- comparing --------------------------------------------------------------------------------
@@ -236,12 +224,11 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def test_a_table_prints_and_is_written(tmp_path: Path) -> None:
+def test_a_table_prints_and_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     columns = [Column("seconds", "ms", number(1e-3)), Column("identical", "same", table.verdict)]
     result = Result("test", tmp_path, "a caption", {"x": 1}, [Table(ROWS, columns, "a title")])
-    console = Console(width=150, file=io.StringIO())
-    result.show(console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    result.show()
+    text = capsys.readouterr().out
     for words in ("a title", "2,000 (1,000–3,000)", "[ours]", "[no] room", "a caption", "yes"):
         assert words in text
     result.write(tmp_path / "out.json")
@@ -252,5 +239,5 @@ def test_a_table_prints_and_is_written(tmp_path: Path) -> None:
     assert result.right
     wrong = [*ROWS, {"name": "wrong", "identical": False}]
     result = Result("test", tmp_path, "", {}, [Table(wrong, columns)])
-    result.show(console)
-    assert "WRONG" in console.file.getvalue()  # type: ignore[attr-defined]
+    result.show()
+    assert "WRONG" in capsys.readouterr().out

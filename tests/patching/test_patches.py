@@ -22,7 +22,7 @@ from fastserial.cli.patches import patches_app
 from fastserial.errors import PatchError
 from fastserial.patching import compile as patch_compile
 from fastserial.patching import maintain, patches
-from fastserial.patching.patches import FunctionPatch, Patch, read_patch
+from fastserial.patching.patches import Edit, Patch, choose, read_patch
 
 NOXFILE = Path(__file__).parents[2] / "noxfile.py"
 (RELEASES,) = (
@@ -48,9 +48,7 @@ def test_each_release_has_a_patch_and_each_patch_a_release(suffix: str) -> None:
 )
 def test_other_versions_have_none(version: str) -> None:
     assert patches.line_of(version) not in NAMES
-    order = list(patches.candidates(version))
-    assert [patch.name for patch in order] == NAMES  # one may fit all the same
-    assert not any(patch.is_for(version) for patch in order)
+    assert not any(read_patch(name).is_for(version) for name in NAMES)
 
 
 def test_patches_come_newest_first() -> None:
@@ -59,15 +57,20 @@ def test_patches_come_newest_first() -> None:
     assert lines[0] > (2, 9)  # by version, not by text
 
 
-def test_candidates_begin_with_the_one_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_patch_of_the_line_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     monkeypatch.setattr(
         patches, "read_patch", lambda name, folder: read.append(name) or read_patch(name, folder)
     )
-    found = patches.candidates("2.8.0+cpu")
-    assert next(found).is_for("2.8.0+cpu")
-    assert read == ["v2.8"]  # no other file, as long as that fits
-    assert [patch.name for patch in found] == [name for name in NAMES if name != "v2.8"]
+    source = maintain.open_torch()
+    patch, _ = choose(source.text, source.version)
+    assert patch.is_for(source.version)
+    assert read == [patch.name]  # no other file, as long as that fits
+    read.clear()
+    patch, problems = choose("", "2.8.0+cpu")
+    assert all(problems.values())
+    assert patch.name == read[0] == "v2.8"
+    assert read[1:] == [name for name in NAMES if name != "v2.8"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,7 +81,7 @@ def test_a_shipped_patch_is_sound(name: str) -> None:
     assert own.get("edits", {}).keys() <= EDITS.keys()
     for edit in own.get("edits", {}).values():
         assert edit.keys() <= {"before", "insert"}
-    for function in read_patch(name).functions:
+    for function in read_patch(name).edits:
         assert function.hashes
         assert all(re.fullmatch("[0-9a-f]{64}", one) for one in function.hashes)
         # torch declares it `global` further down: naming it earlier is a SyntaxError
@@ -89,7 +92,7 @@ def test_a_shipped_patch_is_sound(name: str) -> None:
 
 
 def patch_of(before: str, insert: str = "return 'ours'", function: str = "f") -> Patch:
-    return Patch("v0.0", (FunctionPatch(function, (), before, insert),))
+    return Patch("v0.0", (Edit(function, (), before, insert),))
 
 
 def without_ours(text: str) -> str:
@@ -99,19 +102,19 @@ def without_ours(text: str) -> str:
 
 def built_text(source: str, patch: Patch) -> str:
     source = textwrap.dedent(source)
-    built = patches.build(source, patch)
-    assert built.text != source
-    assert without_ours(built.text) == source
-    for one in built.functions:
+    text, functions = patches.build(source, patch)
+    assert text != source
+    assert without_ours(text) == source
+    for one in functions:
         assert without_ours(one.text) == one.original
-        for text, part, line in (
+        for whole, part, line in (
             (source, one.original, one.original_line),
-            (built.text, one.text, one.line),
+            (text, one.text, one.line),
         ):
-            lines, found = patches.split_lines(text), patches.split_lines(part)
+            lines, found = patches.split_lines(whole), patches.split_lines(part)
             assert lines[line - 1 : line - 1 + len(found)] == found
-    compile(built.text, "built", "exec")
-    return built.text
+    compile(text, "built", "exec")
+    return text
 
 
 def namespace(text: str) -> dict[str, object]:
@@ -141,7 +144,7 @@ def test_lines_go_before_the_one_that_is_named(source: str) -> None:
 
 def test_functions_in_another_order_than_in_the_file() -> None:
     source = "def f():\n    return 1\n\ndef g():\n    return 2\n"
-    (f,), (g,) = (patch_of(f"return {n}", function=n2).functions for n, n2 in ((1, "f"), (2, "g")))
+    (f,), (g,) = (patch_of(f"return {n}", function=n2).edits for n, n2 in ((1, "f"), (2, "g")))
     text = built_text(source, Patch("v0.0", (g, f)))
     assert text.count(patches.BEGIN) == 2
 
@@ -177,8 +180,8 @@ def test_a_release_line_has_what_differs(tmp_path: Path) -> None:
     (tmp_path / "v1.2.toml").write_text(
         '[sha256]\nf = "a"\ng = ["b", "c"]\n\n[edits.g]\ninsert = "z"\n'
     )
-    f = FunctionPatch("f", ("a",), "return 1", "one = 1")
-    g = FunctionPatch("g", ("b", "c"), "x", "z")
+    f = Edit("f", ("a",), "return 1", "one = 1")
+    g = Edit("g", ("b", "c"), "x", "z")
     assert read_patch("v1.2", tmp_path) == Patch("v1.2", (f, g))
 
 
@@ -231,14 +234,14 @@ def edit_save(folder: Path, line: str = "    # changed\n") -> None:
 def test_the_installed_torch_checks() -> None:
     source = maintain.open_torch()
     assert source.version == torch.__version__
-    patch = maintain.fitting(source)
+    patch, problems = choose(source.text, source.version)
     assert patch.is_for(torch.__version__)
-    assert maintain.check(source, patch) == dict.fromkeys(EDITS)
+    assert problems == dict.fromkeys(EDITS)
 
 
 def test_without_our_lines_it_is_torchs_own_file() -> None:
     source = maintain.open_torch()
-    built_text(source.text, maintain.fitting(source))
+    built_text(source.text, choose(source.text, source.version)[0])
 
 
 def strange_names(original: FunctionType, patched: FunctionType) -> set[str]:
@@ -252,10 +255,10 @@ def strange_names(original: FunctionType, patched: FunctionType) -> set[str]:
 
 
 def test_our_lines_know_the_names_they_use() -> None:
-    functions = patch_compile.prepare(torch.__version__).functions
-    assert {item.name for item in functions} == EDITS.keys()
-    for item in functions:
-        assert strange_names(item.original, item.patched) == set(), item.name
+    swaps = patch_compile.prepare(torch.__version__).swaps
+    assert {swap.name for swap in swaps} == EDITS.keys()
+    for swap in swaps:
+        assert strange_names(swap.original, swap.ours) == set(), swap.name
 
 
 SMALL = """
@@ -286,9 +289,8 @@ def test_strange_names_are_found(insert: str, strange: set[str]) -> None:
 def test_a_changed_torch_does_not_check(torch_copy: Path, tmp_path: Path) -> None:
     edit_save(torch_copy)
     source = maintain.open_torch(torch_copy)
-    patch = maintain.fitting(source)
+    patch, found = choose(source.text, source.version)
     assert patch.is_for(source.version)
-    found = maintain.check(source, patch)
     assert [name for name, problem in found.items() if problem] == ["_save"]
     assert "the source of torch.serialization._save is not the one" in (found["_save"] or "")
     with pytest.raises(PatchError, match="_save"):
@@ -306,13 +308,14 @@ def test_the_same_from_a_wheel_and_a_folder(torch_copy: Path, tmp_path: Path) ->
 
 
 def test_a_fork_is_recognised_by_its_hashes(torch_copy: Path) -> None:
-    known = maintain.fitting(maintain.open_torch(torch_copy))
+    source = maintain.open_torch(torch_copy)
+    known, _ = choose(source.text, source.version)
     set_version(torch_copy, "99.0.0+ours")
     source = maintain.open_torch(torch_copy)
-    patch = maintain.fitting(source)
-    assert not any(maintain.check(source, patch).values())
+    patch, problems = choose(source.text, source.version)
+    assert not any(problems.values())
     assert not patch.is_for(source.version)
-    assert patch.functions == known.functions
+    assert patch.edits == known.edits
 
 
 def test_what_is_no_torch(torch_copy: Path, tmp_path: Path) -> None:
@@ -347,8 +350,8 @@ def folder(tmp_path: Path) -> Path:
 
 def applies(torch_copy: Path, folder: Path) -> bool:
     source = maintain.open_torch(torch_copy)
-    patch = maintain.fitting(source, folder)
-    return patch.is_for(source.version) and not any(maintain.check(source, patch).values())
+    patch, problems = choose(source.text, source.version, folder)
+    return patch.is_for(source.version) and not any(problems.values())
 
 
 def test_new_makes_the_file_of_a_new_release(torch_copy: Path, folder: Path) -> None:
@@ -363,7 +366,8 @@ def test_new_makes_the_file_of_a_new_release(torch_copy: Path, folder: Path) -> 
 
 def test_new_leaves_a_file_as_it_is_that_knows_the_hashes(folder: Path) -> None:
     source = maintain.open_torch()
-    before = (folder / f"{maintain.fitting(source).name}.toml").read_text()
+    patch, _ = choose(source.text, source.version)
+    before = (folder / f"{patch.name}.toml").read_text()
     assert maintain.new(source, folder).read_text() == before
 
 
@@ -375,7 +379,7 @@ def test_new_adds_the_hashes_of_a_patch_release(torch_copy: Path, folder: Path) 
     made = maintain.new(maintain.open_torch(other), folder)
     assert applies(torch_copy, folder)
     assert applies(other, folder)
-    hashes = [len(one.hashes) for one in read_patch(made.stem, folder).functions]
+    hashes = [len(one.hashes) for one in read_patch(made.stem, folder).edits]
     assert sorted(hashes) == [1, 1, 1, 1, 1, 2]
 
 
@@ -412,7 +416,8 @@ def invoke(*arguments: str | Path) -> tuple[int, str]:
 
 
 def test_cli(torch_copy: Path, folder: Path, tmp_path: Path) -> None:
-    name = maintain.fitting(maintain.open_torch()).name
+    source = maintain.open_torch()
+    name = choose(source.text, source.version)[0].name
     code, output = invoke("list")
     assert code == 0
     assert [line.split()[1] for line in output.splitlines() if line.startswith("*")] == [name]
@@ -442,6 +447,3 @@ def test_cli(torch_copy: Path, folder: Path, tmp_path: Path) -> None:
     assert "_save: the source of" in output
     code, output = invoke("new", "--torch", torch_copy, "--folder", folder)
     assert (code, output.strip()) == (0, str(folder / "v99.1.toml"))
-    code, output = invoke("new", "--torch", tmp_path / "nothing")
-    assert code == 2
-    assert "holds no torch" in output
