@@ -48,7 +48,7 @@ from fastserial.engines.deepspeed.engine import DeepSpeedEngine as AioEngine
 from fastserial.errors import ConfigError, FastserialError
 from fastserial.files.durable import replace_text, sync_folders
 from fastserial.integrations.deepspeed_full import load_full, save_full
-from fastserial.overlap.asynchronous import KINDS, Kind, start_save, torch_arguments
+from fastserial.overlap.asynchronous import KINDS, Kind, start_save
 from fastserial.overlap.guard import storages_of_optimizer
 from fastserial.overlap.pending import PendingSave
 from fastserial.overlap.watch import all_storages
@@ -152,7 +152,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
             self.fail(error)
 
     def _started(self, state_dict: object, path: str, kind: Kind) -> PendingSave:
-        arguments = torch_arguments(_use_new_zipfile_serialization=self.zip_container)
+        arguments = {"_use_new_zipfile_serialization": self.zip_container}
         steady = self.steady() if self.steady is not None else set()
         return start_save(state_dict, path, kind, None, arguments, steady=steady)
 
