@@ -46,13 +46,13 @@ FAULTS = [
     Fault("a short write counts as whole", "saving/extent_writer.py", "if completion.transferred == request.length:", "if True:"),  # noqa: E501
     Fault("what direct I/O leaves is not written", "saving/extent_writer.py", "if request.length < block.length and", "if request.length > block.length and"),  # noqa: E501
     Fault("a refused block is not written again", "saving/extent_writer.py", "        self._write_cached(request.view, request.offset)", "        pass"),  # noqa: E501
-    Fault("the last block is not queued", "saving/extent_writer.py", "        if self._parts:\n            self._dispatch()\n        self._drain()", "        self._drain()"),  # noqa: E501
+    Fault("the last block is not queued", "saving/extent_writer.py", "        self._dispatch()\n        self._drain()", "        self._drain()"),  # noqa: E501
     Fault("nothing waits for the writes", "saving/extent_writer.py", "while queue is not None and queue.is_busy:", "while False:"),  # noqa: E501
     Fault("a failed save fails no ledger", "saving/extent_writer.py", "ledger.fail()  #", "pass  #"),  # noqa: E501
-    Fault("a gap in the file ends no block", "saving/extent_writer.py", "offset != self._parts[-1].offset + self._parts[-1].length", "False"),  # noqa: E501
-    Fault("the CRC-32 begins anew in each chunk", "saving/fill.py", "crc = checksum(view[at + done : at + done + size], crc)", "crc = checksum(view[at + done : at + done + size])"),  # noqa: E501
-    Fault("the CRC-32 is entered at byte 0", "saving/fill.py", "ledger.add(source.record, start, length, crc)", "ledger.add(source.record, 0, length, crc)"),  # noqa: E501
-    Fault("what threads share is written from where it is", "saving/fill.py", "if isinstance(memory, StorageOnHost) and memory.shared:", "if False:"),  # noqa: E501
+    Fault("a gap in the file ends no block", "saving/extent_writer.py", "if offset != self._block_end:", "if False:"),  # noqa: E501
+    Fault("the CRC-32 begins anew in each chunk", "saving/fill.py", "crc = checksum(view[done : done + size], crc)", "crc = checksum(view[done : done + size])"),  # noqa: E501
+    Fault("the CRC-32 is entered at byte 0", "saving/fill.py", "ledger.add(record, start, length, crc)", "ledger.add(record, 0, length, crc)"),  # noqa: E501
+    Fault("a group of a small file begins where the one before does", "saving/fill.py", "group, nbytes = [], 0", "group = []"),  # noqa: E501
     Fault("the file is not synced", "saving/writer.py", "                self._destination.sync()", "                pass"),  # noqa: E501
     Fault("the file object is left where it was", "saving/writer.py", "self._destination.file.seek(self._destination.start + self._written)", "pass"),  # noqa: E501
     Fault("a forked child discards its parent's file", "saving/writer.py", "if os.getpid() != self._pid:", "if False:"),  # noqa: E501

@@ -61,15 +61,13 @@ __all__ = [
 ]
 
 _MOST_NAMES = 10_000
-_SWEPT = 8  # of the temporary names, leftovers are looked for under the first so many
+_SWEPT = 3  # leftovers are looked for under the first so many temporary names
 _NAME_MOST = 100  # bytes: with the suffix, too, no file system finds it too long
 # Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # No new file for us: a security module, or an owner that an idmapped mount does not know.
 _NOT_FOR_US = (errno.EPERM, errno.EACCES, errno.EOVERFLOW)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
-_swept: set[str] = set()  # targets whose leftovers this process has looked for
-_MOST_SWEPT = 64
 _log = logging.getLogger("fastserial")
 _FIRST_PAUSE = 0.5  # seconds before a save is repeated; doubled each time
 # A network or its server failed. A server that restarts does not know the file handles it gave.
@@ -173,15 +171,17 @@ class Replacement:
             return None
 
     def _create(self, named: bool) -> int:
-        flags, mode = os.O_RDWR, 0o666 if self._kept is None else 0o600
+        flags = os.O_RDWR
         try:
             if not named and _can_link():
                 # Nobody can open a file without a name.
+                mode = 0o666 if self._kept is None else self._kept.mode & 0o777
                 try:
                     return self._files.open(".", flags | os.O_TMPFILE, mode, self._directory)
                 except OSError as error:
                     if error.errno not in _NO_TMPFILE:
                         raise
+            mode = 0o666 if self._kept is None else 0o600
             for name in self._names():
                 self.named = name  # first: an interrupt may come right after the file is there
                 try:
@@ -207,19 +207,11 @@ class Replacement:
     # -- leftovers -----------------------------------------------------------------------------
 
     def _sweep(self) -> None:
-        """Remove what killed processes left of this target, so that its space is free again.
-
-        Only the first save of a process to a target looks at several names.
-        """
-        first = self.target.path not in _swept
-        for name in self._names(_SWEPT if first else 1):
+        """Remove what killed processes left of this target, so that its space is free again."""
+        for name in self._names(_SWEPT):
             # far cheaper than a `stat` that raises; a container's filter may refuse flags
-            # (faccessat2)
             if os.access(name, os.F_OK, dir_fd=self._directory):
                 self._remove_stale(name)
-        if len(_swept) >= _MOST_SWEPT:
-            _swept.clear()
-        _swept.add(self.target.path)
 
     def _is(self, name: str, fd: int) -> bool:
         try:
@@ -265,13 +257,11 @@ class Replacement:
         Raises:
             OSError: the target is still the old file, unless only the last sync failed.
         """
-        nameless = self.named is None
-        if not (nameless and self.target.there is None and self._link(self._base)):
-            self._update_attributes()
-            named = self.named or self._link_temporarily()
-            self._hold_replaced()
-            base, directory = self._base, self._directory
-            os.rename(named, base, src_dir_fd=directory, dst_dir_fd=directory)
+        nameless, base, directory = self.named is None, self._base, self._directory
+        self._update_attributes()
+        named = self.named or self._link()
+        self._hold_replaced()
+        os.rename(named, base, src_dir_fd=directory, dst_dir_fd=directory)
         self.named = None
         self.committed = True
         if self.durable:
@@ -290,21 +280,14 @@ class Replacement:
         except CannotReplace as error:
             raise OSError(errno.EPERM, _CHANGED) from error
 
-    def _link(self, name: str) -> bool:
-        """Give the nameless file a name; False if there is a file of that name."""
-        try:
-            source = f"/proc/self/fd/{self.fd}"
-            os.link(source, name, dst_dir_fd=self._directory, follow_symlinks=True)
-        except FileExistsError:
-            return False
-        return True
-
-    def _link_temporarily(self) -> str:
+    def _link(self) -> str:
         """Give the nameless file a temporary name and return it."""
         _lock(self.fd)
+        source, directory = f"/proc/self/fd/{self.fd}", self._directory
         for name in self._names():
             self.named = name  # first: an interrupt may come right after the link is there
-            if self._link(name):
+            with contextlib.suppress(FileExistsError):
+                os.link(source, name, dst_dir_fd=directory, follow_symlinks=True)
                 return name
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 

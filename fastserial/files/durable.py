@@ -60,12 +60,10 @@ def replace_bytes(path: str, data: bytes, durable: bool = True) -> None:
 def _overwrite(path: str, data: bytes, durable: bool) -> None:
     is_new = not os.path.lexists(path)
     try:
-        with Descriptors() as files:
-            fd = files.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            _write(fd, data)
+        with open(path, "wb", buffering=0) as file:
+            _write(file.fileno(), data)
             if durable:
-                linux.synced(fd)
-            files.close_newest()
+                linux.synced(file.fileno())
     except BaseException:
         if is_new:  # a part of it would be taken for the whole file
             with contextlib.suppress(OSError):

@@ -14,8 +14,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from fastserial.config.performance import PAGE
 from fastserial.errors import REMEDIES
@@ -327,15 +326,11 @@ class Attributes(NamedTuple):
     extended: dict[str, bytes]
 
 
-@contextlib.contextmanager
-def _refused_as_attributes() -> Iterator[None]:
-    """Raise a refusal in the body as a `CannotReplace`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _REFUSED:
-            raise
+def _raise_refused(error: OSError) -> NoReturn:
+    """Raise an error of a call for attributes; a refusal as a `CannotReplace`."""
+    if error.errno in _REFUSED:
         raise CannotReplace(_ATTRIBUTES) from error
+    raise error
 
 
 def attributes_of(status: os.stat_result, file: int | str) -> Attributes:
@@ -351,16 +346,13 @@ def attributes_of(status: os.stat_result, file: int | str) -> Attributes:
     """
     follow = isinstance(file, int)
     extended: dict[str, bytes] = {}
-    with _refused_as_attributes():
-        try:
-            names = os.listxattr(file, follow_symlinks=follow)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-            names = []
-        for name in names:
+    try:
+        for name in os.listxattr(file, follow_symlinks=follow):
             if name.startswith(_KEPT) and name not in _OF_THE_CONTENT:
                 extended[name] = os.getxattr(file, name, follow_symlinks=follow)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):  # there are none
+            _raise_refused(error)
     return Attributes(stat.S_IMODE(status.st_mode), (status.st_uid, status.st_gid), extended)
 
 
@@ -379,7 +371,7 @@ def set_attributes(fd: int, wanted: Attributes) -> None:
     names = made.extended.keys() | wanted.extended.keys()
     differing = {name for name in names if made.extended.get(name) != wanted.extended.get(name)}
     lists = {name for name in differing if name.startswith(_ACL)}
-    with _refused_as_attributes():
+    try:
         _set_extended(fd, differing - lists, wanted)  # as long as the file is ours
         if made.owner != wanted.owner:
             os.fchown(fd, *wanted.owner)
@@ -388,6 +380,8 @@ def set_attributes(fd: int, wanted: Attributes) -> None:
         _set_extended(fd, lists, wanted)
         if stat.S_IMODE(os.fstat(fd).st_mode) != wanted.mode or made.owner != wanted.owner:
             os.fchmod(fd, wanted.mode)
+    except OSError as error:
+        _raise_refused(error)
     now = attributes_of(os.fstat(fd), fd)  # some file systems only pretend
     has_lists = all((name in now.extended) == (name in wanted.extended) for name in lists)
     if now.owner != wanted.owner or (now.mode ^ wanted.mode) & 0o777 or not has_lists:

@@ -47,7 +47,7 @@ from fastserial.engines.deepspeed.engine import DeepSpeedEngine as AioEngine
 from fastserial.errors import ConfigError, FastserialError
 from fastserial.files.durable import replace_text, sync_folders
 from fastserial.integrations.deepspeed_full import load_full, save_full
-from fastserial.overlap.asynchronous import KINDS, Kind, start_save, torch_arguments
+from fastserial.overlap.asynchronous import KINDS, Kind, start_save
 from fastserial.overlap.guard import storages_of_optimizer
 from fastserial.overlap.pending import PendingSave
 from fastserial.overlap.watch import all_storages
@@ -146,7 +146,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
                 if self.overlap is None:
                     write(state_dict, path, zip_container=self.zip_container)
                 else:
-                    form = torch_arguments(_use_new_zipfile_serialization=self.zip_container)
+                    form = {"_use_new_zipfile_serialization": self.zip_container}
                     steady = self.steady() if self.steady is not None else set()
                     self._saves.append(
                         start_save(state_dict, path, self.overlap, None, form, steady=steady)

@@ -22,7 +22,6 @@ from fastserial.checkpoints.save import write
 from fastserial.errors import (
     ConfigError,
     FastserialError,
-    LayoutError,
     StorageChangedError,
     TornSnapshotError,
     name_in,
@@ -51,7 +50,6 @@ __all__ = [
     "save_async",
     "size_of",
     "start_save",
-    "torch_arguments",
 ]
 
 Kind = Literal["copy", "in_place"]
@@ -105,8 +103,7 @@ def save_async(
     check_snapshot(snapshot, snapshot_budget)
     if unknown := torch_save_arguments.keys() - _ARGUMENTS.keys():
         raise TypeError(f"save_async() got an unexpected argument {min(unknown)!r}")
-    arguments = torch_arguments(**torch_save_arguments)
-    return start_save(obj, path, snapshot, snapshot_budget, arguments)
+    return start_save(obj, path, snapshot, snapshot_budget, torch_save_arguments)
 
 
 def check_snapshot(kind: object, budget: object) -> None:
@@ -121,17 +118,12 @@ def check_snapshot(kind: object, budget: object) -> None:
         raise ConfigError(f"snapshot_budget must be a number of bytes, at least 0, not {budget!r}")
 
 
-def torch_arguments(**given: Any) -> dict[str, Any]:
-    """Return the arguments of `torch.save`, with its defaults."""
-    return {**_ARGUMENTS, **given}
-
-
 def start_save(
     obj: object,
     path: str | os.PathLike[str],
     kind: Kind,
     budget: int | None,
-    arguments: Mapping[str, Any] = _ARGUMENTS,
+    arguments: Mapping[str, Any] | None = None,
     steady: Set[int] | None = None,
     then: Callable[[], object] | None = None,
     began: float | None = None,
@@ -141,6 +133,7 @@ def start_save(
     """Start a save; as `save_async`.
 
     Args:
+        arguments: of `torch.save`, where they are not its defaults.
         steady: identities of the storages that may be read in place; None: all that are watched.
         then: called on the saving thread once the file is in place.
         began: when the user's call did (`perf_counter`).
@@ -149,6 +142,7 @@ def start_save(
             `torch.save` does.
     """
     began = perf_counter() if began is None else began
+    arguments = {**_ARGUMENTS, **(arguments or {})}
     torch.serialization._check_dill_version(arguments["pickle_module"])
     name: Any = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     target = ""
@@ -206,7 +200,7 @@ def _prepare(
         taken.begin()
         if not layout.whole:
             taken.kind = "blocking"
-        return _AsyncWork(writer, _plan_of(layout), taken)
+        return _AsyncWork(writer, layout.lay_out(), taken)
     except BaseException as error:
         name_in(error, taken.path)
         writer.abort()
@@ -234,7 +228,7 @@ def size_of(obj: object, path: str) -> int | None:
         return None
     with ZipArchive(None, archive_name(path)) as layout:
         _pickle(obj, layout, _ARGUMENTS)
-    return _plan_of(layout).nbytes
+    return layout.lay_out().nbytes
 
 
 class _SnapshotArchive(ZipArchive):
@@ -255,12 +249,6 @@ class _SnapshotArchive(ZipArchive):
 
     def _batch(self, storages: Sequence[UntypedStorage]) -> Batch:
         return self._taken.batch(storages)
-
-
-def _plan_of(archive: ZipArchive) -> ZipPlan:
-    if archive.plan is None:
-        raise LayoutError(f"{archive.archive_name()}: not laid out yet")
-    return archive.plan
 
 
 @dataclass(slots=True)

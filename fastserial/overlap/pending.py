@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
@@ -138,17 +138,6 @@ class PendingSave(Future[SaveReport]):
         elif not snapshot.wait(timeout):
             raise TimeoutError(f"{self._path}: not all bytes taken within {timeout} seconds")
 
-    def _finish(self, report: SaveReport | None, error: BaseException | None) -> None:
-        self._snapshot = None
-        if error is not None:
-            _forget_frames(error)
-            _failed.append(self)
-        _drop(_pending, self)
-        if report is not None:
-            self.set_result(report)
-        else:
-            self.set_exception(error)
-
 
 _pending: list[PendingSave] = []  # in the order of the calls
 _failed: list[PendingSave] = []  # whose errors no caller has seen
@@ -253,25 +242,22 @@ def finished(path: str, target: str, work: Callable[[], SaveReport]) -> PendingS
         Exception: it failed.
     """
     save = PendingSave(path, target)
-    save._thread = threading.get_ident()
     _pending.append(save)  # if the process ends meanwhile (this is a daemon thread), it is logged
-    try:
-        report = work()
-    except BaseException as error:
-        _drop(_pending, save)
-        save.set_exception(error)
-        raise
-    _drop(_pending, save)
-    save.set_result(report)
+    _run(save, work)
+    save.wait()
     return save
 
 
 def _run(
-    save: PendingSave, work: Callable[[], SaveReport], before: list[PendingSave], turns: Hold
+    save: PendingSave,
+    work: Callable[[], SaveReport],
+    before: Sequence[PendingSave] = (),
+    turns: Hold | None = None,
 ) -> None:
+    """Do the work of a save, after those before it."""
     save._thread = threading.get_ident()
-    while before:
-        before.pop(0)._end()
+    for earlier in before:
+        earlier._end()
     report: SaveReport | None = None
     error: BaseException | None = None
     try:
@@ -280,8 +266,17 @@ def _run(
         error = found
     finally:
         del work
-        turns.end()
-        save._finish(report, error)
+        if turns is not None:
+            turns.end()
+        save._snapshot = None
+        if error is not None:
+            _forget_frames(error)
+            _failed.append(save)
+        _drop(_pending, save)
+        if report is not None:
+            save.set_result(report)
+        else:
+            save.set_exception(error)
         del error
 
 

@@ -399,7 +399,7 @@ class Snapshot:
                 return
             regions, self._regions = self._regions, []
         for region in regions:
-            staging.give(region, stays=self._budget is not None)
+            staging.give(region)
 
     def _is_wanted(self) -> bool:
         return any(memory.wanted for memory in self._live)

@@ -104,10 +104,14 @@ class Staging:
             most = nbytes * _LARGER + _LITTLE
             fitting = [region for region in self._free if nbytes <= region.nbytes <= most]
             if fitting:
-                region = min(fitting, key=lambda found: found.nbytes)
+                region = min(fitting, key=_size)
                 self._free.remove(region)
             else:
-                self._make_room(nbytes)
+                # Free kept ones, the largest first, beyond the most that was in use at a time.
+                kept = max(self._most_in_use, self.in_use + nbytes) + _MORE
+                self._free.sort(key=_size)
+                while self._free and self.held + nbytes > kept:
+                    self._free.pop()
                 region = HostRegion(nbytes)
             for ref in [ref for ref in list(self._used) if ref() is None]:
                 self._used.discard(ref)
@@ -115,24 +119,11 @@ class Staging:
             self._most_in_use = max(self._most_in_use, self.in_use)
             return region
 
-    def _make_room(self, nbytes: int) -> None:
-        """Free kept regions, the largest first, beyond the most that was in use at a time."""
-        needed = self.in_use + nbytes
-        most = max(self._most_in_use, needed) + _MORE
-        self._free.sort(key=lambda found: found.nbytes)
-        while self._free and self.held + nbytes > most:
-            self._free.pop()
-
-    def give(self, region: HostRegion, stays: bool = False) -> None:
-        """Keep a region for the next save.
-
-        Args:
-            stays: keep its pages, too, even when the kernel is short of memory.
-        """
+    def give(self, region: HostRegion) -> None:
+        """Keep a region for the next save."""
         with self._lock:
             self._used.discard(weakref.ref(region))
-            if not stays:
-                region.forget()
+            region.forget()
             self._free.append(region)
 
     def forget(self) -> None:
@@ -141,6 +132,10 @@ class Staging:
         self._free.clear()
         self._used.clear()
         self._most_in_use = 0
+
+
+def _size(region: HostRegion) -> int:
+    return region.nbytes
 
 
 def _ranks_here() -> int:

@@ -36,11 +36,7 @@ _HEAD = 8
 
 
 class ZipArchive:
-    """A context manager that lays out one archive and writes it when left without an exception.
-
-    Attributes:
-        plan: the layout, once it is complete.
-    """
+    """A context manager that lays out one archive and writes it when left without an exception."""
 
     def __init__(
         self,
@@ -60,7 +56,7 @@ class ZipArchive:
         Raises:
             LayoutError: the storage alignment does not fit the format.
         """
-        self.plan: ZipPlan | None = None
+        self._plan: ZipPlan | None = None  # the layout, once it is complete
         self._writer = writer
         self._owns_writer = owns_writer
         if alignment is None:
@@ -105,21 +101,25 @@ class ZipArchive:
         head = host_bytes(memory, _HEAD) if memory.nbytes >= _HEAD else b""
         self._layout.add_memory(name, memory, head)
 
+    def lay_out(self) -> ZipPlan:
+        """Complete the layout, at the first call, and return it."""
+        if self._plan is None:
+            self._pause.end()
+            with paused_collection():
+                self._plan = torch_writer.finish(self._layout)
+        return self._plan
+
     def write_end_of_file(self) -> None:
         """Write the archive. Idempotent.
 
         Raises:
             WriteError: the disk is full or failed.
         """
-        if self.plan is not None:
-            return
-        self._pause.end()
-        with paused_collection():
-            self.plan = torch_writer.finish(self._layout)
-        if self._writer is not None and self._owns_writer:
-            self._writer.write_whole(self.plan)
-        elif self._writer is not None:
-            self._writer.write_plan(self.plan)
+        first = self._plan is None
+        plan = self.lay_out()
+        if first and self._writer is not None:
+            write = self._writer.write_whole if self._owns_writer else self._writer.write_plan
+            write(plan)
 
     def __enter__(self) -> ZipArchive:
         self._pause.begin()

@@ -351,7 +351,7 @@ class ExtentWriter:
     def _write_without_engine(
         self, extents: Sequence[Extent], ledger: CrcLedger | None, nbytes: int
     ) -> None:
-        write_buffered(self._fd, extents, ledger)
+        write_buffered(self._fd, extents, ledger, nbytes)
         self.outcome.plain_bytes += nbytes
         self._advance(nbytes)
 

@@ -40,7 +40,6 @@ __all__ = [
     "device_memory",
     "fill",
     "fill_request",
-    "staged",
     "write_all",
     "write_buffered",
 ]
@@ -229,38 +228,46 @@ def _packed_piece(source: Packed, ledger: CrcLedger | None, start: int, length: 
     return piece
 
 
-def staged(extents: Sequence[Extent], ledger: CrcLedger | None) -> bytearray:
-    """Return the bytes of extents in new memory."""
-    whole = bytearray(sum([extent.length for extent in extents]))
-    if whole:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
-        fill(extents, ledger, memoryview(whole), address)
-    return whole
-
-
 @trace.traced("write (page cache)")
-def write_buffered(fd: int, extents: Iterable[Extent], ledger: CrcLedger | None) -> None:
+def write_buffered(
+    fd: int, extents: Iterable[Extent], ledger: CrcLedger | None, nbytes: int
+) -> None:
     """Write extents to a file, in the order given, about `FILL_CHUNK` bytes with each call.
 
     Args:
         fd: of the file.
         extents: at offsets in the file; those that need checksums follow those that give them.
         ledger: collects and gives the CRC-32s.
+        nbytes: of all of them.
 
     Raises:
         OSError: the disk is full or failed.
         StorageChangedError: a storage was resized during the save.
     """
+    buffer = bytearray(min(nbytes, FILL_CHUNK))
+    for group in _groups(extents):
+        length = sum([extent.length for extent in group])
+        if length > len(buffer):
+            buffer = bytearray(length)
+        if length:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+            view = memoryview(buffer)[:length]
+            fill(group, ledger, view, address)
+            write_all(fd, view, group[0].offset)
+
+
+def _groups(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
+    """Yield pieces of extents that follow each other, about `FILL_CHUNK` bytes at a time."""
     group: list[Extent] = []
     end = nbytes = 0  # where the group ends in the file, and its bytes
     for piece in chain.from_iterable(map(_chunks, extents)):
         if group and (piece.offset != end or nbytes + piece.length > FILL_CHUNK):
-            write_all(fd, memoryview(staged(group, ledger)), end - nbytes)
+            yield group
             group, nbytes = [], 0
         group.append(piece)
         nbytes += piece.length
         end = piece.offset + piece.length
-    write_all(fd, memoryview(staged(group, ledger)), end - nbytes)
+    yield group
 
 
 def _chunks(extent: Extent) -> Iterator[Extent]:

@@ -301,11 +301,7 @@ class FastFileWriter:
         if self._bar is not None:
             self._bar.expect(self._expected)
         self._out.expect(self._expected)
-        with self._phase("transfer"):
-            wait_until_free()
-            destination = self._destination
-            reserve(destination.fd, destination.start, self._expected, self._config)
-        self._write(extents, nbytes, ledger)
+        self._write(extents, nbytes, ledger, self._expected)
 
     def release_sources(self) -> None:
         """Return when no storage given so far is needed any more.
@@ -332,7 +328,8 @@ class FastFileWriter:
             return
         self._expected = max(self._expected or 0, self.tell())
         try:
-            self._write()
+            if self._gathered:
+                self._write()
             with self._phase("transfer"):
                 self._out.flush()
                 self._out.close()
@@ -383,16 +380,25 @@ class FastFileWriter:
     # -- the rest ------------------------------------------------------------------------------
 
     def _write(
-        self, extents: Sequence[Extent] = (), nbytes: int = 0, ledger: CrcLedger | None = None
+        self,
+        extents: Sequence[Extent] = (),
+        nbytes: int = 0,
+        ledger: CrcLedger | None = None,
+        reserved: int = 0,
     ) -> None:
-        """Write what was gathered, and extents of `nbytes` bytes after it."""
+        """Write what was gathered, and extents of `nbytes` bytes after it.
+
+        Args:
+            reserved: bytes of the whole file whose space is reserved first.
+        """
         head, self._gathered = bytes(self._gathered), bytearray()
         if head:
             extents = [Extent(-len(head), len(head), Literal(head)), *extents]
-        start = self._destination.start + self._written + len(head)
+        fd, start = self._destination.fd, self._destination.start
         with self._phase("transfer"):
             wait_until_free()
-            self._out.write(extents, ledger, start)
+            reserve(fd, start, reserved, self._config)
+            self._out.write(extents, ledger, start + self._written + len(head))
         self._written += len(head) + nbytes
 
     def _check_open(self) -> None:

@@ -320,6 +320,3 @@ def test_a_file_in_an_append_only_directory(target: Path, named: bool, there: bo
     if there:
         check_saved(target, before)
     assert os.listdir(target.parent) == ["x.pt"]
-
-
-# -- those who watch the directory ---------------------------------------------------------------

@@ -317,7 +317,7 @@ def test_a_thread_that_computes_is_waited_for_however_long() -> None:
     assert thread.ident is not None
     assert thread.native_id is not None
     time.sleep(0.02)  # it has gone on to the operation
-    wait_until_on({thread.ident: thread.native_id}, 0.05)
+    wait_until_on({thread.ident: thread.native_id}, 0.4)
     thread.join(0.5)  # it has come out, and says so; the operation takes longer
     states.append("waited")
     thread.join()

@@ -16,7 +16,7 @@ def test_another_size_does_not_cost_a_kept_region() -> None:
     staging.give(large)
     small = staging.take(MiB // 2)
     assert small is not large
-    staging.give(small, stays=True)
+    staging.give(small)
     assert staging.take(40 * MiB) is large
     assert staging.take(MiB // 2) is small
 
@@ -26,7 +26,7 @@ def test_no_more_is_kept_than_was_in_use(dice: random.Random) -> None:
     used: list[HostRegion] = []
     for _ in range(300):
         if len(used) == 2 or (used and dice.random() < 0.5):
-            staging.give(used.pop(), stays=dice.random() < 0.5)
+            staging.give(used.pop())
         else:
             used.append(staging.take(dice.choice([1, 5, 30, 31, 64]) * MiB + dice.randrange(9999)))
         most = max(most, sum(region.nbytes for region in used))

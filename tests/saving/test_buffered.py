@@ -47,7 +47,7 @@ def test_checksums_where_writes_are_short(tmp_path: Path, monkeypatch: pytest.Mo
             Extent(5 + extent.offset, extent.length, extent.source)
             for extent in one_after_another(*sources)
         ]
-        fill.write_buffered(file.fileno(), extents, ledger)
+        fill.write_buffered(file.fileno(), extents, ledger, sum(e.length for e in extents))
     crc = crc32(NOISE).to_bytes(4, "little")
     assert (tmp_path / "a").read_bytes() == bytes(5) + b"head" + NOISE + b"...." + crc
 
