@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from fastserial import trace
 from fastserial.config.performance import PACKED_BYTES, PACKED_STORAGE
 from fastserial.errors import StorageChangedError
+from fastserial.memory.devices import has_streams
 
 if TYPE_CHECKING:
     import torch
@@ -241,12 +242,8 @@ def synchronize(storages: Sequence[torch.UntypedStorage]) -> None:
     import torch
 
     for device in set(map(attrgetter("device"), storages)):
-        if device.type == "cpu":
-            continue
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        elif hasattr(torch, "accelerator") and torch.accelerator.is_available():
-            torch.accelerator.current_stream(device).synchronize()
+        if has_streams(device):
+            getattr(torch, device.type).current_stream(device).synchronize()
 
 
 class Memory(Protocol):
@@ -294,16 +291,21 @@ class Batch(NamedTuple):
             StorageChangedError: a storage was resized since the batch was made.
         """
         sizes = self.sizes[begin:end]
-        if self.storages is None:
-            return list(map(bytes_at, self.addresses[begin:end], sizes))
-        some = self.storages[begin:end]
-        # no Python bytecode runs between reading a storage's address and copying it, so no other
-        # thread can resize it there
-        address, size = _untyped_storage()
-        texts = list(map(bytes_at, map(address, some), map(size, some)))
+        texts = self._copies(range(begin, end), sizes)
         if list(map(len, texts)) != list(sizes):
             raise StorageChangedError
         return texts
+
+    def _copies(self, indices: Iterable[int], lengths: Iterable[int]) -> list[bytes]:
+        """Return the first bytes of host storages; fewer of one that has become smaller."""
+        if self.storages is None:
+            return list(map(bytes_at, map(self.addresses.__getitem__, indices), lengths))
+        some = list(map(self.storages.__getitem__, indices))
+        # no Python bytecode runs between reading a storage's address and copying it, so no other
+        # thread can resize it there
+        address, size = _untyped_storage()
+        there = map(min, map(size, some), lengths)
+        return list(map(bytes_at, map(address, some), there))
 
     def pieces(self) -> Iterator[tuple[int, int, bool]]:
         """Cut the batch up: (first, one past the last, whether to pack them) of each piece.
@@ -339,7 +341,7 @@ class Batch(NamedTuple):
         """
         columns = enumerate(zip(self.addresses, self.sizes, strict=True))
         readable = [index for index, (address, size) in columns if address and size >= length]
-        marks = self._heads(readable, len(mark))
+        marks = self._copies(readable, repeat(len(mark)))
         found: dict[int, bytes] = {}
         if mark in marks:
             for index, text in zip(readable, marks, strict=True):
@@ -352,15 +354,6 @@ class Batch(NamedTuple):
                     if head.startswith(mark):
                         found[index] = head
         return found
-
-    def _heads(self, indices: Sequence[int], length: int) -> list[bytes]:
-        lengths = repeat(length)
-        if self.storages is None:
-            return list(map(bytes_at, map(self.addresses.__getitem__, indices), lengths))
-        some = list(map(self.storages.__getitem__, indices))
-        address, size = _untyped_storage()
-        there = map(min, map(size, some), lengths)  # as in `texts`
-        return list(map(bytes_at, map(address, some), there))
 
 
 @functools.cache
