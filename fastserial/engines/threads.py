@@ -123,8 +123,8 @@ class ThreadsEngine(Engine):
 
     def wait(self, minimum: int) -> list[Completion]:
         finished: list[Completion] = []
-        if self._workers and sys.is_finalizing():
-            self._take_over()
+        if self._in_flight and self._workers and sys.is_finalizing():
+            raise EngineError("its threads were stopped: the interpreter is shutting down")
         while self._in_flight:
             try:
                 finished.append(self._done.get(block=len(finished) < minimum))
@@ -132,16 +132,6 @@ class ThreadsEngine(Engine):
                 break
             self._in_flight -= 1
         return finished
-
-    def _take_over(self) -> None:
-        """Serve the requests that no worker took before the interpreter began to shut down."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                request = self._work.get_nowait()
-                if isinstance(request, Request):
-                    self._done.put(complete(request, transfer))
-        if self._done.qsize() < self._in_flight:
-            raise EngineError("its threads were stopped: the interpreter is shutting down")
 
     def close(self) -> None:
         # no worker may outlive buffers and descriptor

@@ -242,7 +242,7 @@ def synchronize(storages: Sequence[torch.UntypedStorage]) -> None:
     import torch
 
     for device in set(map(attrgetter("device"), storages)):
-        if has_streams(device):
+        if device.type != "cpu" and has_streams(device):
             getattr(torch, device.type).current_stream(device).synchronize()
 
 
