@@ -15,7 +15,6 @@ from support.transfers import BLOCK, drive, write
 
 import fastserial
 from fastserial.engines.deepspeed import aio_op
-from fastserial.engines.deepspeed import engine as engine_module
 from fastserial.engines.deepspeed.aio_op import AioSettings
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine
 from fastserial.errors import WriteError
@@ -55,8 +54,8 @@ def totals(monkeypatch: pytest.MonkeyPatch) -> Totals:
     """Of the handles of the engines that a test makes."""
     found = Totals()
     borrow, back = aio_op.borrow_handle, aio_op.give_back
-    monkeypatch.setattr(engine_module, "borrow_handle", lambda one: Spy(borrow(one), found))
-    monkeypatch.setattr(engine_module, "give_back", lambda one, spy: back(one, spy.handle))
+    monkeypatch.setattr(aio_op, "borrow_handle", lambda one: Spy(borrow(one), found))
+    monkeypatch.setattr(aio_op, "give_back", lambda one, spy: back(one, spy.handle))
     return found
 
 

@@ -139,21 +139,23 @@ def borrow_handle(settings: AioSettings) -> Any:
 
 
 def give_back(settings: AioSettings, handle: Any) -> None:
-    """Keep a handle, with nothing in flight, for the next file."""
+    """Keep a handle, with nothing in flight, for the next write."""
     with _lock:
         _idle[settings].append(handle)
 
 
-def write(handle: Any, memory: Any, fd: int, offset: int) -> None:
-    """Write a tensor by a handle with nothing in flight; say nothing of how it went, as it does.
+def write(settings: AioSettings, memory: Any, fd: int, offset: int) -> None:
+    """Write a tensor; DeepSpeed does not report whether that succeeded.
 
-    The number of bytes is divisible by the handle's threads. The first write of a process logs a
-    warning of DeepSpeed's: it keeps others from starting, and gives up the interpreter's lock in
-    between, which whoever waits there must not hold.
+    The number of bytes is divisible by the handle's threads. No signal handler interrupts the
+    calling thread. DeepSpeed logs a warning at the first write of a process: it then needs the
+    interpreter's lock while other writes, whose threads hold that lock, wait for it to end.
     """
+    handle = borrow_handle(settings)
     with _lock:
         handle.async_pwrite(memory, fd, offset)
     handle.wait()
+    give_back(settings, handle)
 
 
 def _forget() -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, ClassVar
 from fastserial.config.performance import PAGE
 from fastserial.engines import Capabilities, Op, Request
 from fastserial.engines.deepspeed import aio_op
-from fastserial.engines.deepspeed.aio_op import AioSettings, borrow_handle, give_back, missing
+from fastserial.engines.deepspeed.aio_op import AioSettings, missing
 from fastserial.engines.deepspeed.locked_memory import locked_pool, may_lock
 from fastserial.engines.threads import ThreadsEngine, transfer
 from fastserial.files import linux
@@ -68,8 +68,8 @@ class DeepSpeedEngine(ThreadsEngine):
 
         If it does not allow one, they are not locked, and plain calls write all blocks.
         """
-        handle = borrow_handle(self._settings)
-        give_back(self._settings, handle)
+        handle = aio_op.borrow_handle(self._settings)
+        aio_op.give_back(self._settings, handle)
         pool = locked_pool(handle, count, nbytes)
         if pool is None:
             _log.warning("no %d bytes may be locked (ulimit -l): DeepSpeed writes nothing", nbytes)
@@ -93,9 +93,7 @@ def _write(settings: AioSettings, tensors: Mapping[int, torch.Tensor], request: 
     length = request.length - request.length % unit
     if not length or not is_blank(fd, offset, length):
         return transfer(request)
-    handle = borrow_handle(settings)
-    aio_op.write(handle, tensor[:length], fd, offset)
-    give_back(settings, handle)
+    aio_op.write(settings, tensor[:length], fd, offset)
     if not is_written(fd, offset, length):
         _log.warning("DeepSpeed lost a write of %d bytes; it is done again", length)
         length = 0

@@ -113,9 +113,6 @@ class DeviceSlots:
             driver.register(self.address, PINNED_RING)
 
 
-_lost: set[DirectMemory] = set()  # whose device failed: it may still use the memory
-
-
 class DirectMemory:
     """The device slots of a ring, for one file. The ring is closed after it.
 
@@ -275,16 +272,10 @@ class DirectMemory:
             done += moved
 
     def _end_streams(self) -> None:
-        try:
-            for slots in self._slots.values():
-                slots.stream.mark().synchronize()
-        except RuntimeError:  # the device failed
-            _lost.add(self)
-            raise
+        for slots in self._slots.values():
+            slots.stream.mark().synchronize()
 
     def _free(self) -> None:
-        if self in _lost:  # all that the device may be using is kept for good
-            return
         file, self._file = self._file, None
         if file is not None:
             self._driver.close_file(file)
