@@ -82,8 +82,8 @@ def fastpersist_save(
         return _save(obj, file_path, found, show_stats, True, 2)
     with config.options(**found):
         report = distributed.save(obj, file_path, group=group, writers=num_parallel_writers)
-    own = report.seconds - report.phases.get("plan", 0.0)
-    return _statistics({}, report.path, report.bytes, report.seconds, own, show_stats)
+    write_seconds = report.seconds - report.phases.get("plan", 0.0)
+    return _statistics({}, report.path, report.bytes, report.seconds, write_seconds, show_stats)
 
 
 def fastpersist_save_legacy(
@@ -123,8 +123,8 @@ def _save(
     if writer is None or writer.report is None:  # torch wrote the file
         return _statistics({}, path, os.path.getsize(path), seconds, seconds, show)
     report = writer.report
-    own = report.seconds - report.phases["serialize"]
-    return _statistics(writer.get_stats(), path, report.bytes, seconds, own, show)
+    write_seconds = report.seconds - report.phases["serialize"]
+    return _statistics(writer.get_stats(), path, report.bytes, seconds, write_seconds, show)
 
 
 def _refuse_gds(use_gds: bool) -> None:
@@ -135,13 +135,13 @@ def _refuse_gds(use_gds: bool) -> None:
 
 
 def _statistics(
-    statistics: Statistics, path: str, nbytes: int, seconds: float, own: float, show: bool
+    statistics: Statistics, path: str, nbytes: int, seconds: float, write_seconds: float, show: bool
 ) -> Statistics:
-    """Return statistics of a save; `own` is the time without pickling (seconds)."""
+    """Return statistics of a save; `write_seconds` is the time without pickling (seconds)."""
     statistics |= {
         "path": path,
-        "write_secs": own,
-        "write_GB/s": nbytes / own / GiB if own else 0.0,
+        "write_secs": write_seconds,
+        "write_GB/s": nbytes / write_seconds / GiB if write_seconds else 0.0,
         "total_bytes": nbytes,
         "total_secs": seconds,
         "total_GB/s": nbytes / seconds / GiB if seconds else 0.0,

@@ -157,12 +157,12 @@ class Ring(BufferPool):
         self._first = address
         self._divide(view, address, count, nbytes)
 
-    def join(self, places: Iterable[torch.device]) -> bool:
+    def join(self, used_devices: Iterable[torch.device]) -> bool:
         """Get ready for copies from and to devices; False: one of them has no streams.
 
         The copies follow the work now queued on the calling thread's current streams.
         """
-        for device in places:
+        for device in used_devices:
             stream = self._streams.get(device) or devices.copy_stream(device)
             if stream is None:
                 return False
@@ -344,7 +344,7 @@ def on_host(config: Config) -> Transfer:
 
 
 def open_ring(
-    config: Config, places: Collection[torch.device], any_memory: bool = True
+    config: Config, used_devices: Collection[torch.device], any_memory: bool = True
 ) -> tuple[Ring | None, Transfer]:
     """Return a ring for copies from and to devices, or None, and the transfer type that it is.
 
@@ -353,7 +353,7 @@ def open_ring(
 
     Args:
         config: the options in force.
-        places: the devices.
+        used_devices: the devices.
         any_memory: the engine moves blocks from and to any memory, not only its own.
     """
     word, why = config.transfer, "asked for"
@@ -363,26 +363,28 @@ def open_ring(
         word, why = "cpu_async_gpu", "auto: pinned memory and streams of its own"
     elif word in DIRECT:
         word, why = "cpu_async_gpu", f"{word}: for blocks of files only"
-    ring = _new_ring(config, places, any_memory)
+    ring = _new_ring(config, used_devices, any_memory)
     if isinstance(ring, str):
         _log.debug("device tensors go through the host, one copy after the other: %s", ring)
         return None, Transfer("cpu_gpu", ring)
     try:
-        ring.join(places)
+        ring.join(used_devices)
     except BaseException:
         ring.close()
         raise
     return ring, Transfer(word, why)
 
 
-def _new_ring(config: Config, places: Collection[torch.device], any_memory: bool) -> Ring | str:
+def _new_ring(
+    config: Config, used_devices: Collection[torch.device], any_memory: bool
+) -> Ring | str:
     """Return a ring, or why there is none."""
     count = min(2 * config.queue_depth, PINNED_RING // config.block_size)
     if not any_memory:
         return "the engine has buffers of its own"
     if count < 2:
         return "two blocks are more than the pinned memory: set a smaller block_size"
-    for device in places:
+    for device in used_devices:
         if not devices.has_streams(device):
             return f"torch has no streams for {device.type}"
     try:

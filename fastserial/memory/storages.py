@@ -77,10 +77,10 @@ class HostMemory:
 class StorageOnHost(HostMemory):
     """Bytes of a host storage, which another thread may resize while they are copied.
 
-    A resize frees the memory at once; no reference keeps it. So every copy is followed by a look
-    whether the storage is where it was, at its size. `shared`: other threads run, and may do it in
-    the middle of a copy; then the kernel copies, which finds freed memory to be an error where
-    `memmove` would end the process. It costs some CPU time if the pages are small.
+    A resize frees the memory at once; no reference keeps it. So after every copy, address and size
+    of the storage are compared with those before it. `shared`: other threads run and may resize it
+    during a copy; then the kernel copies, which reports freed memory as an error where `memmove`
+    would crash the process. That costs some CPU time if the pages are small.
     """
 
     __slots__ = ("shared", "storage")
@@ -93,7 +93,7 @@ class StorageOnHost(HostMemory):
         self.shared = shared
 
     def check(self) -> None:
-        """Raise if the storage is not as it was.
+        """Raise an error if the storage has changed.
 
         Raises:
             StorageChangedError: it was resized.
@@ -107,13 +107,13 @@ class StorageOnHost(HostMemory):
         Raises:
             StorageChangedError: the storage was resized.
         """
-        storage, place, nbytes = self.storage, self.address, self.nbytes
-        if not self.shared or not copied_by_kernel(address, place + start, length):
+        storage, source, nbytes = self.storage, self.address, self.nbytes
+        if not self.shared or not copied_by_kernel(address, source + start, length):
             # As `check`, in half the time: this is done for each chunk.
-            if storage.data_ptr() != place or storage.nbytes() != nbytes:
+            if storage.data_ptr() != source or storage.nbytes() != nbytes:
                 raise StorageChangedError
-            memmove(address, place + start, length)
-        if storage.data_ptr() != place or storage.nbytes() != nbytes:
+            memmove(address, source + start, length)
+        if storage.data_ptr() != source or storage.nbytes() != nbytes:
             raise StorageChangedError
 
 
@@ -144,18 +144,18 @@ def copied_by_kernel(target: int, source: int, length: int) -> bool:
 
 def other_threads() -> bool:
     """Return whether Python has more threads than the main one. Takes no lock."""
-    return _thread._count() > _gone
+    return _thread._count() > _inherited
 
 
-_gone = 0  # threads of the parent's that Python still counts in a forked child
+_inherited = 0  # threads of the parent, which Python still counts in a forked child
 
 
-def _note_gone() -> None:
-    global _gone
-    _gone = _thread._count()
+def _count_inherited() -> None:
+    global _inherited
+    _inherited = _thread._count()
 
 
-os.register_at_fork(after_in_child=_note_gone)
+os.register_at_fork(after_in_child=_count_inherited)
 
 
 class StorageMemory:
@@ -174,7 +174,7 @@ class StorageMemory:
         self.whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def check(self) -> None:
-        """Raise if the storage is not as it was.
+        """Raise an error if the storage has changed.
 
         Raises:
             StorageChangedError: it was resized.
@@ -228,8 +228,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def storage_memory(storage: torch.UntypedStorage) -> StorageOnHost | StorageMemory:
     """Return the memory of a storage on the host or a device."""
     if is_on_host(storage):
-        place = storage.data_ptr(), storage.nbytes()
-        return StorageOnHost(storage, *place, other_threads())
+        return StorageOnHost(storage, storage.data_ptr(), storage.nbytes(), other_threads())
     return StorageMemory(storage)
 
 

@@ -70,20 +70,20 @@ def missing() -> list[str]:
     # an unrelated folder of that name has no origin
     if found is None or found.origin is None or not found.submodule_search_locations:
         return ["DeepSpeed is not installed: pip install deepspeed"]
-    lacks: list[str] = []
+    problems: list[str] = []
     if not _loads("libaio.so.1"):
-        lacks.append("libaio.so.1 is not installed: apt-get install libaio-dev")
+        problems.append("libaio.so.1 is not installed: apt-get install libaio-dev")
     if any(Path(found.submodule_search_locations[0], "ops", "aio").glob("async_io_op*.so")):
-        return lacks
+        return problems
     # DeepSpeed compiles at first use, and torch's extension loader runs both tools at each load.
     if shutil.which(os.environ.get("CXX", "c++")) is None or shutil.which("ninja") is None:
-        lacks.append("g++ or ninja is not installed: apt-get install g++; pip install ninja")
+        problems.append("g++ or ninja is not installed: apt-get install g++; pip install ninja")
     if not glob.glob(os.path.join(_extensions(), _OP, f"{_OP}.so")):
-        lacks.append(
+        problems.append(
             "the op is not built yet (once, about 10 CPU minutes): apt-get install libaio-dev, and "
             + BUILD_COMMAND
         )
-    return lacks
+    return problems
 
 
 def _loads(library: str) -> bool:
@@ -110,9 +110,9 @@ def load_op() -> Any:
     Raises:
         EngineUnavailableError: it cannot be loaded; with the reason.
     """
-    lacks = missing()
-    if lacks:
-        raise EngineUnavailableError("; ".join(lacks))
+    problems = missing()
+    if problems:
+        raise EngineUnavailableError("; ".join(problems))
     try:
         builders = importlib.import_module("deepspeed.ops.op_builder")
         return builders.AsyncIOBuilder().load(verbose=False)

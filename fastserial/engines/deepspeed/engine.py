@@ -58,10 +58,10 @@ class DeepSpeedEngine(ThreadsEngine):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        lacks = missing()
-        if not lacks and not may_lock(PAGE):
-            lacks = ["no memory may be locked: ulimit -l unlimited"]
-        return "; ".join(lacks) or None
+        problems = missing()
+        if not problems and not may_lock(PAGE):
+            problems = ["no memory may be locked: ulimit -l unlimited"]
+        return "; ".join(problems) or None
 
     def allocate(self, count: int, nbytes: int) -> BufferPool:
         """Return buffers in locked memory, fewer if `ulimit -l` does not allow `count`.
