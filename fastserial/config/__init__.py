@@ -117,11 +117,6 @@ class Config:
     def __post_init__(self) -> None:
         if not isinstance(self.engine, str) and not callable(self.engine):
             raise ConfigError(f"engine must be a name or a function, not {self.engine!r}")
-        if self.engine == "null":
-            raise ConfigError(
-                "engine 'null' writes no data; it is for the benchmark alone. Take it out of "
-                "the options and of FASTSERIAL_ENGINE"
-            )
         for name in (*_SIZES, *_COUNTS):
             if not isinstance(getattr(self, name), SupportsIndex):
                 raise ConfigError(f"{name} must be a whole number, not {getattr(self, name)!r}")

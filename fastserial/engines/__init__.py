@@ -62,14 +62,12 @@ class Capabilities:
     """What engines differ in. All of them read and write any number of bytes at any offset.
 
     Attributes:
-        moves_data: the bytes reach the file (not those of `null`).
         any_memory: moves bytes from and to any memory, and reads into several pieces of it
             (`Request.pieces`); else only the buffers of its own `allocate`.
         device_memory: requests may move device memory that does not pass through the host
             (`Request.move`), several at once.
     """
 
-    moves_data: bool = True
     any_memory: bool = True
     device_memory: bool = False
 
@@ -234,8 +232,6 @@ def load(name: str) -> type[Engine]:
         if isinstance(error, EngineUnavailableError):
             raise
         raise EngineUnavailableError(f"engine {name!r} cannot be imported: {error}") from error
-    if not found.capabilities.moves_data:
-        raise EngineUnavailableError(f"engine {name!r} writes no data")
     if missing is not None:
         raise EngineUnavailableError(f"engine {name!r} cannot run here: {missing}")
     return found

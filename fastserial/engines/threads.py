@@ -162,16 +162,20 @@ def _run(
     A running worker holds no reference to its engine, so that an abandoned engine is freed.
     """
     while isinstance(request := requests.get(), Request):
-        try:
-            completion = complete(request, move)
-        except BaseException as error:  # the submitting thread raises it
-            completion = Completion(request, 0, error)
-        _report(completion, reference)
-        request = completion = None  # do not keep the memory while waiting for the next request
+        _serve(request, move, reference)
+        request = None  # do not keep its memory while waiting for the next request
     requests.put(request)
 
 
-def _report(completion: Completion, reference: weakref.ref[ThreadsEngine]) -> None:
+def _serve(
+    request: Request,
+    move: Callable[[Request], int],
+    reference: weakref.ref[ThreadsEngine],
+) -> None:
+    try:
+        completion = complete(request, move)
+    except BaseException as error:  # the submitting thread raises it
+        completion = Completion(request, 0, error)
     engine = reference()
     if engine is not None:
         engine._done.put(completion)

@@ -133,7 +133,8 @@ class FastStorage(LocalFileSystemStorage):
 class _ReadStream(io.FileIO):
     """A file, read in batches directly into the caller's memory."""
 
-    read, readall = io.RawIOBase.read, io.RawIOBase.readall  # by `readinto`
+    read = io.RawIOBase.read  # type: ignore[assignment]  # which calls `readinto`
+    readall = io.RawIOBase.readall
 
     def __init__(self, path: Path, verify: bool) -> None:
         super().__init__(path, "rb")

@@ -20,8 +20,7 @@ from support.identity import digest, fast, stock
 from support.loading import FORCED, attempt, both, forced, last_report
 
 import fastserial
-from fastserial.engines.null import NullEngine
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
 from fastserial.loading.prefetch import Prefetch
@@ -169,8 +168,12 @@ def test_undamaged_is_verified(tmp_path: Path) -> None:
 def test_verified_although_torch_reads(
     trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without an engine that reads, or without a thread, checksums are compared all the same."""
-    options = {**VERIFIED, "engine": NullEngine} if trouble == "engine" else VERIFIED
+    """Without an engine, or without a thread, checksums are compared all the same."""
+
+    def no_engine(threads: int) -> Any:
+        raise EngineUnavailableError("no such engine here")
+
+    options = {**VERIFIED, "engine": no_engine} if trouble == "engine" else VERIFIED
 
     def failing(self: Prefetch) -> None:
         raise RuntimeError("can't start new thread")
