@@ -171,9 +171,10 @@ class _ByteViews:
 def _writer_factory(io_buffer_mb: int) -> Callable[[Path], Any]:
     from deepspeed.io import FastFileWriter, FastFileWriterConfig
 
-    from fastserial.integrations.fastpersist import get_aio_handle, get_pinned_buffer
+    from fastserial.integrations.fastpersist import get_aio_handle
 
-    handle, buffer = get_aio_handle(), get_pinned_buffer(io_buffer_mb)
+    handle = get_aio_handle()
+    buffer = handle.new_cpu_locked_tensor(io_buffer_mb << 20, torch.empty(0, dtype=torch.uint8))
 
     def make(path: Path) -> Any:
         config = FastFileWriterConfig(dnvme_handle=handle, pinned_tensor=buffer)

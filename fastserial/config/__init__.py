@@ -162,11 +162,6 @@ def _check(name: str, value: Any) -> None:
         expected = f"a {kind} from {allowed.start} to {allowed[-1]}"
     elif name == "engine" and not isinstance(value, str) and not callable(value):
         expected = "a name or a function"
-    elif name == "engine" and value == "null":
-        raise ConfigError(
-            "engine 'null' writes no data; it is for the benchmark alone. Take it out of "
-            "the options and of FASTSERIAL_ENGINE"
-        )
     else:
         return
     raise ConfigError(f"{name} must be {expected}, not {value!r}")

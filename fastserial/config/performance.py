@@ -112,10 +112,9 @@ STREAM_CHUNK = 256 * KiB  # a pickle is read in pieces of this size
 
 HUGE_PAGE = 2 * MiB
 # One huge page of this many bytes is timed. Touching one takes 0.2 to 0.5 ms, where a hypervisor
-# took the memory back 2 to 6 ms: small pages (1 to 2 ms for as many bytes) are better then.
-TIMED_STEP = 4 * HUGE_PAGE
-# ... and of this many, once some were fast: the main thread touches it, readers would in parallel.
-# 1 GiB from the page cache came in 156 ms with each step timed, in 130 so.
-RARELY_TIMED = 16 * HUGE_PAGE
+# took the memory back 2 to 6 ms: small pages (1 to 2 ms for as many bytes) are better then. One
+# thread touches it, readers would in parallel: 1 GiB from the page cache came in 156 ms with four
+# times as many timed, in 130 so.
+TIMED_STEP = 16 * HUGE_PAGE
 SLOW_TOUCH = 1.5e-3  # seconds
 SLOW_TOUCHES = 2  # a single one may be chance

@@ -59,17 +59,15 @@ class Op(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What engines differ in. All read and write, at any offset and of any length.
+    """What engines differ in. All of them read and write any number of bytes at any offset.
 
     Attributes:
-        moves_data: the bytes reach the file (not those of `null`).
         any_memory: moves bytes from and to any memory, and reads into several pieces of it
             (`Request.pieces`); else only the buffers of its own `allocate`.
         device_memory: requests may move device memory that does not pass through the host
             (`Request.move`), several at once.
     """
 
-    moves_data: bool = True
     any_memory: bool = True
     device_memory: bool = False
 
@@ -80,13 +78,14 @@ class Request:
 
     Attributes:
         prepare: fills the buffer before a write; called exactly once, on any thread. Requests are
-            prepared in the order of submission: one may wait for an earlier one, never for a later.
-        tag: the submitter's own; engines leave it alone.
+            prepared in the order of submission: one may wait for an earlier one, not for a later
+            one.
+        tag: for the submitter; engines do not use it.
         times: seconds on `time.perf_counter`: queued, started, done (engines fill them in).
         finish: called with the bytes moved once they are, before the completion is reported, on
             any thread. An error in it ends the request.
-        pieces: where the bytes of a read go, one after the other, instead of the buffer; only for
-            engines with `any_memory`.
+        pieces: memory that a read fills, one piece after the other, instead of the buffer; only
+            for engines with `any_memory`.
         move: moves the bytes, instead of the engine, and returns how many; called with the
             request, once, when it is prepared; only for engines with `device_memory`.
     """
@@ -104,7 +103,7 @@ class Request:
     move: Callable[[Request], int] | None = None
 
     def prepared(self) -> Completion | None:
-        """Prepare it, unless that is done; return the completion that reports an error in that."""
+        """Call `prepare`, once; return a completion if that raised an exception, else None."""
         prepare, self.prepare = self.prepare, None
         if prepare is not None:
             try:
@@ -148,7 +147,7 @@ class Completion:
 
 
 class Engine(abc.ABC):
-    """Moves blocks. See the module's text for the order of calls.
+    """Moves blocks. The module's docstring has the order of calls.
 
     Attributes:
         name: as it is registered; reports show it as `engine`.
@@ -159,7 +158,7 @@ class Engine(abc.ABC):
     capabilities: ClassVar[Capabilities]
 
     def __init__(self, threads: int = 1) -> None:
-        """Make an engine; `threads` is a hint for engines that have threads of their own."""
+        """Make an engine; `threads` is a hint for engines that use threads."""
         self.threads = threads
 
     @classmethod
@@ -233,8 +232,6 @@ def load(name: str) -> type[Engine]:
         if isinstance(error, EngineUnavailableError):
             raise
         raise EngineUnavailableError(f"engine {name!r} cannot be imported: {error}") from error
-    if not found.capabilities.moves_data:
-        raise EngineUnavailableError(f"engine {name!r} writes no data")
     if missing is not None:
         raise EngineUnavailableError(f"engine {name!r} cannot run here: {missing}")
     return found
@@ -250,7 +247,7 @@ def capabilities_of(make: EngineFactory) -> Capabilities:
 
 
 def create(engine: str | EngineFactory, threads: int) -> Engine:
-    """Return a new engine, by name or from a factory.
+    """Return a new engine from a name or a factory.
 
     Raises:
         EngineUnavailableError: it cannot run here; with the reason.
@@ -259,7 +256,7 @@ def create(engine: str | EngineFactory, threads: int) -> Engine:
 
 
 def start(engine: Engine, count: int, nbytes: int, pool: BufferPool | None = None) -> BufferPool:
-    """Open a new engine on staging buffers and return them. If that fails, all are closed.
+    """Open a new engine on staging buffers and return them. On failure, both are closed.
 
     Args:
         count, nbytes: up to so many buffers of so many bytes.
@@ -268,13 +265,13 @@ def start(engine: Engine, count: int, nbytes: int, pool: BufferPool | None = Non
     Raises:
         MemoryError, OSError: there is no memory or no descriptor left.
     """
-    ends = [engine.close]
+    closers = [engine.close]
     try:
         pool = pool or engine.allocate(count, nbytes)
-        ends.append(pool.close)
+        closers.append(pool.close)
         engine.open(pool.buffers, len(pool.buffers))
     except BaseException:
-        finish(*ends)
+        finish(*closers)
         raise
     return pool
 

@@ -82,7 +82,8 @@ class _IoRing:
         """Set up a ring for up to `entries` requests in flight.
 
         Raises:
-            OSError: it is forbidden (EPERM), not there (ENOSYS), or memory or descriptors lack.
+            OSError: it is forbidden (EPERM) or unavailable (ENOSYS), or no memory or descriptor is
+                left.
         """
         params = (ctypes.c_uint32 * _PARAMS_WORDS)()
         params[_FLAGS_AT] = _SETUP_CLAMP
@@ -176,15 +177,14 @@ def _missing() -> str | None:
 class IoUringEngine(Engine):
     """Blocks that the kernel moves, several at a time.
 
-    What the kernel does not take, or does not move as a whole, the submitting thread moves by plain
-    calls.
+    The submitting thread moves what the kernel rejects or moves only in part, with plain calls.
     """
 
     name: ClassVar[str] = "io_uring"
     capabilities: ClassVar[Capabilities] = Capabilities()
 
     def __init__(self, threads: int = 1) -> None:
-        """Make an engine; it has no use for `threads`."""
+        """Make an engine; `threads` is not used."""
         super().__init__(threads)
         self._pid = os.getpid()
         self._ring: _IoRing | None = None

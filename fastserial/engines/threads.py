@@ -1,4 +1,4 @@
-"""Engine `threads`: pread and pwrite on a few threads. Always there."""
+"""Engine `threads`: pread and pwrite on a few threads. Available everywhere."""
 
 from __future__ import annotations
 
@@ -83,11 +83,12 @@ class ThreadsEngine(Engine):
         if prepare_here is None:
             prepare_here = len(os.sched_getaffinity(0)) <= FEW_CORES
         self._prepare_here = prepare_here
-        self._work: _Work = queue.SimpleQueue()
+        self._requests: _RequestsOrEnd = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
-        # Workers end when no reference to the engine is left, should an interrupt skip its `close`.
-        self._gone = weakref.ref(self, self._work.put)
-        self._workers = Background()
+        # If an interrupt skips `close`, the workers end once the engine is garbage: this reference
+        # is put into the queue then.
+        self._reference = weakref.ref(self, self._requests.put)
+        self._requestsers = Background()
         self._move: Callable[[Request], int] = transfer  # what the workers call
         self._queue_depth = 1
         self._in_flight = 0
@@ -103,12 +104,12 @@ class ThreadsEngine(Engine):
         for _ in range(count):
             # Each worker sees the caller's context variables, such as scoped options.
             run = contextvars.copy_context().run
-            if not self._workers.start(run, _run, self._work, self._move, self._gone):
+            if not self._requestsers.start(run, _run, self._requests, self._move, self._reference):
                 break
 
     def submit(self, requests: Sequence[Request]) -> None:
-        alone = sys.is_finalizing()  # the other threads have stopped for good
-        if requests and not self._workers and not alone:
+        alone = sys.is_finalizing()  # other threads no longer run
+        if requests and not self._requestsers and not alone:
             self._start(requests[0].op)
         for request in requests:
             request.times[0] = perf_counter()
@@ -116,15 +117,15 @@ class ThreadsEngine(Engine):
             self._in_flight += 1
             if failed is not None:
                 self._done.put(failed)
-            elif self._workers and not alone:
-                self._work.put(request)
-            else:  # slower, but stock torch needs no thread either
+            elif self._requestsers and not alone:
+                self._requests.put(request)
+            else:  # no thread can be started: slower, but torch needs none either
                 self._done.put(complete(request, transfer))
 
     def wait(self, minimum: int) -> list[Completion]:
         finished: list[Completion] = []
-        if self._workers and sys.is_finalizing():
-            self._take_over()
+        if self._in_flight and self._requestsers and sys.is_finalizing():
+            raise EngineError("its threads were stopped: the interpreter is shutting down")
         while self._in_flight:
             try:
                 finished.append(self._done.get(block=len(finished) < minimum))
@@ -133,50 +134,48 @@ class ThreadsEngine(Engine):
             self._in_flight -= 1
         return finished
 
-    def _take_over(self) -> None:
-        """Serve the requests that no worker took before the interpreter began to shut down."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                request = self._work.get_nowait()
-                if isinstance(request, Request):
-                    self._done.put(complete(request, transfer))
-        if self._done.qsize() < self._in_flight:
-            raise EngineError("its threads were stopped: the interpreter is shutting down")
-
     def close(self) -> None:
-        # no worker may outlive buffers and descriptor
-        finish(self._stop, self._workers.join, self._forget)
+        # workers use the buffers and the descriptor
+        finish(self._stop, self._requestsers.join, self._forget)
 
     def _forget(self) -> None:
-        self._done = queue.SimpleQueue()  # its completions refer to objects that refer to this one
+        self._done = queue.SimpleQueue()  # breaks a reference cycle through its completions
 
     def _stop(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._work.get_nowait()  # what has not started
-        self._work.put(None)
+                self._requests.get_nowait()  # requests that have not started
+        self._requests.put(None)
 
 
-# Requests; anything else ends the worker that finds it.
-_Work = queue.SimpleQueue[object]
+# Requests. Anything else in the queue ends the worker that takes it.
+_RequestsOrEnd = queue.SimpleQueue[object]
 
 
-def _run(work: _Work, move: Callable[[Request], int], gone: weakref.ref[ThreadsEngine]) -> None:
-    """Serve requests until something else is in the queue, and put that back for the other workers.
+def _run(
+    requests: _RequestsOrEnd,
+    move: Callable[[Request], int],
+    reference: weakref.ref[ThreadsEngine],
+) -> None:
+    """Complete requests until the queue yields something else, which is put back for other workers.
 
-    `gone` puts it there once no reference to the engine is left; so this function holds none.
+    A running worker holds no reference to its engine, so that an abandoned engine is freed.
     """
-    while isinstance(request := work.get(), Request):
-        try:
-            completion = complete(request, move)
-        except BaseException as error:  # the submitting thread raises it
-            completion = Completion(request, 0, error)
-        _report(completion, gone)
-        request = completion = None  # while waiting for the next, do not keep this one's memory
-    work.put(request)
+    while isinstance(request := requests.get(), Request):
+        _serve(request, move, reference)
+        request = None  # do not keep its memory while waiting for the next request
+    requests.put(request)
 
 
-def _report(completion: Completion, gone: weakref.ref[ThreadsEngine]) -> None:
-    engine = gone()
+def _serve(
+    request: Request,
+    move: Callable[[Request], int],
+    reference: weakref.ref[ThreadsEngine],
+) -> None:
+    try:
+        completion = complete(request, move)
+    except BaseException as error:  # the submitting thread raises it
+        completion = Completion(request, 0, error)
+    engine = reference()
     if engine is not None:
         engine._done.put(completion)

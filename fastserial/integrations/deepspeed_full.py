@@ -49,7 +49,7 @@ def save_full(
     writers: Writers | None = None,
     timeout: float = TIMEOUT,
 ) -> SaveReport:
-    """Write one torch file of an engine; no rank holds the whole state. Collective.
+    """Write one torch file of an engine; no rank holds the complete state. Collective.
 
     Args:
         engine: what `deepspeed.initialize` returned, under ZeRO 1, 2 or 3.
@@ -58,7 +58,7 @@ def save_full(
             file is the module's state dict alone.
         master: the weights are the fp32 master weights, as `zero_to_fp32.py` gives them; False:
             those of the module, as `save_16bit_model` gives them; only without the optimizer.
-        client_state: values of your own for the file.
+        client_state: further values to store.
         writers: as in `distributed.save`; by default what DeepSpeed's section "checkpoint.writer"
             says ("data_parallel": "machine" is one rank of each node), else all ranks.
         timeout: seconds after which a rank that is not heard from counts as lost.
@@ -140,7 +140,7 @@ def load_full(
                 loading.give_extra_state()
             with collective(None, timeout):
                 loading.finish()
-    except LoadMismatchError:  # after other errors a rank may be gone
+    except LoadMismatchError:  # after other errors a rank may have ended
         shards.gathered(True)
         raise
     shards.gathered(True)
@@ -188,7 +188,7 @@ def _state_of(one: TrainedParameter, value: Any) -> Any:
             f"the optimizer keeps a state of shape {tuple(value.shape)}, which is not of the "
             "parameters' size; use save_checkpoint, or optimizer=False"
         )
-    # Each parameter gets its own: torch's optimizers count steps in place.
+    # A copy for each parameter: torch's optimizers count steps in place.
     return value.detach().clone()
 
 
@@ -258,7 +258,9 @@ class _EngineLoad:
             own = self._shards.base.state.get(one.partition, {})
             for key, dtype in kinds.items():
                 if key not in new:
-                    new[key] = None if dtype is None else _room(own.get(key), one.partition, dtype)
+                    new[key] = (
+                        None if dtype is None else _memory_for(own.get(key), one.partition, dtype)
+                    )
             states[one.name] = {
                 key: None if dtype is None else one.range.of(new[key])
                 for key, dtype in kinds.items()
@@ -276,9 +278,9 @@ class _EngineLoad:
         lines += [f"only in the file: {key}" for key in self._keys - mine]
         if self._kinds:
             names = {one.name for one in self._shards.trained}
-            theirs = self._kinds.keys()
-            lines += [f"not in the file: optimizer.state.{name}" for name in names - theirs]
-            lines += [f"only in the file: optimizer.state.{name}" for name in theirs - names]
+            stored = self._kinds.keys()
+            lines += [f"not in the file: optimizer.state.{name}" for name in names - stored]
+            lines += [f"only in the file: optimizer.state.{name}" for name in stored - names]
         if lines:
             shown = "\n\t".join(sorted(lines)[:_SHOWN])
             more = f"\n\t... and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
@@ -311,8 +313,8 @@ class _EngineLoad:
         shards.link()
         groups = {name: group for group in optimizer["param_groups"] for name in group["params"]}
         for group, names in zip(shards.base.param_groups, shards.groups(), strict=True):
-            theirs = groups.get(names[0], {}) if names else {}
-            group.update({key: value for key, value in theirs.items() if key != "params"})
+            stored = groups.get(names[0], {}) if names else {}
+            group.update({key: value for key, value in stored.items() if key != "params"})
         self._restore_progress()
 
     def _take(self, one: TrainedParameter, key: str, value: Any) -> None:
@@ -354,7 +356,7 @@ def _kinds_of(states: Mapping[str, Any]) -> dict[str, dict[str, torch.dtype | No
     }
 
 
-def _room(own: Any, partition: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _memory_for(own: Any, partition: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return memory for an optimizer's state of a partition: the existing one, if there is one."""
     if isinstance(own, torch.Tensor) and own.shape == partition.shape:
         return own

@@ -83,8 +83,8 @@ class EngineShards:
         names = {id(value): name for name, value in self._module.named_parameters()}
         find = self._partitioned if self._stage3 else self._flattened
         self.trained = [
-            TrainedParameter(names[id(parameter)], parameter, group, partition, place)
-            for parameter, group, partition, place in find()
+            TrainedParameter(names[id(parameter)], parameter, group, partition, held)
+            for parameter, group, partition, held in find()
         ]
 
     def _flattened(self) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor, FlatRange]]:
@@ -111,10 +111,10 @@ class EngineShards:
                     )
                 offset = parameter.storage_offset() - flat.storage_offset()
                 first, stop = max(offset, begin), min(offset + parameter.numel(), begin + size)
-                place = FlatRange(tuple(parameter.shape), 0, 0, 0)
+                held = FlatRange(tuple(parameter.shape), 0, 0, 0)
                 if first < stop:
-                    place = FlatRange(place.shape, first - offset, stop - first, first - begin)
-                yield parameter, number, partition, place
+                    held = FlatRange(held.shape, first - offset, stop - first, first - begin)
+                yield parameter, number, partition, held
 
     def _partitioned(self) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor, FlatRange]]:
         """Yield the parameters under ZeRO 3: each is cut in equal parts, the last one padded."""
@@ -124,9 +124,9 @@ class EngineShards:
         ):
             at = 0
             for parameter in group:
-                place = _part(parameter, at)
+                held = _part(parameter, at)
                 at += parameter.ds_tensor.ds_numel
-                yield parameter, optimizer.sub_group_to_group_id[number], partition, place
+                yield parameter, optimizer.sub_group_to_group_id[number], partition, held
 
     def weights(self, master: bool, in_place: bool) -> dict[str, Any]:
         """Return the module's state dict, with shards where this rank has only a part.

@@ -1,9 +1,8 @@
 """FastPersist's functions, as DeepSpeedExamples names them: a save without patching torch.
 
-    from fastserial.integrations.fastpersist import (
-        fastpersist_save, get_aio_handle, get_pinned_buffer,
-    )
-    fastpersist_save(state, "ckpt.pt", get_aio_handle(), get_pinned_buffer())
+    from fastserial.integrations.fastpersist import fastpersist_save, get_aio_handle
+
+    fastpersist_save(state, "ckpt.pt", get_aio_handle())
 
 They write what `torch.save` writes, byte for byte, in either format, whether or not
 `fastserial.install()` was called. With a `group`, its ranks write one file together. Without a
@@ -12,9 +11,7 @@ handle the configured engine is used (`threads` by default) and DeepSpeed need n
 
 from __future__ import annotations
 
-import ctypes
 import os
-import weakref
 from dataclasses import asdict
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -25,10 +22,8 @@ from fastserial import config, distributed
 from fastserial.checkpoints.save import write
 from fastserial.console import say
 from fastserial.engines.deepspeed.aio_op import AioSettings, load_op
-from fastserial.engines.deepspeed.locked_memory import may_lock
 from fastserial.engines.deepspeed.writer_config import FastFileWriterConfig, overrides
 from fastserial.errors import ConfigError, EngineUnavailableError
-from fastserial.memory.huge_pages import gather_pages
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -62,10 +57,9 @@ def fastpersist_save(
 
     Args:
         aio_handle: from `get_aio_handle`; None for the configured engine.
-        pinned_buffer: from `get_pinned_buffer`; staging memory for `aio_handle`.
+        pinned_buffer, double_buffer: accepted; staging memory is our own, a few blocks.
         use_gds: an error; for GPUDirect Storage there is the option `transfer="gds"`.
         show_stats: print the statistics to standard output, as DeepSpeedExamples does.
-        double_buffer: fill one half of the buffer while the other half is written.
         num_parallel_writers: how many ranks of `group` write. Without a group it is ignored: the
             file is always whole. DeepSpeedExamples' default of 8 makes its legacy file one
             eighth of the data.
@@ -83,13 +77,13 @@ def fastpersist_save(
         DistributedError: with a group: any rank failed.
     """
     _refuse_gds(use_gds)
-    found = overrides(FastFileWriterConfig(aio_handle, pinned_buffer, double_buffer))
+    found = overrides(aio_handle)
     if group is None:
         return _save(obj, file_path, found, show_stats, True, 2)
     with config.options(**found):
         report = distributed.save(obj, file_path, group=group, writers=num_parallel_writers)
-    own = report.seconds - report.phases.get("plan", 0.0)
-    return _statistics({}, report.path, report.bytes, report.seconds, own, show_stats)
+    write_seconds = report.seconds - report.phases.get("plan", 0.0)
+    return _statistics({}, report.path, report.bytes, report.seconds, write_seconds, show_stats)
 
 
 def fastpersist_save_legacy(
@@ -109,7 +103,7 @@ def fastpersist_save_legacy(
     """
     del num_parallel_writers
     _refuse_gds(use_gds)
-    found = overrides(FastFileWriterConfig(aio_handle, pinned_buffer, double_buffer))
+    found = overrides(aio_handle)
     return _save(obj, file_path, found, show_stats, False, pickle_protocol)
 
 
@@ -129,8 +123,8 @@ def _save(
     if writer is None or writer.report is None:  # torch wrote the file
         return _statistics({}, path, os.path.getsize(path), seconds, seconds, show)
     report = writer.report
-    own = report.seconds - report.phases["serialize"]
-    return _statistics(writer.get_stats(), path, report.bytes, seconds, own, show)
+    write_seconds = report.seconds - report.phases["serialize"]
+    return _statistics(writer.get_stats(), path, report.bytes, seconds, write_seconds, show)
 
 
 def _refuse_gds(use_gds: bool) -> None:
@@ -141,13 +135,13 @@ def _refuse_gds(use_gds: bool) -> None:
 
 
 def _statistics(
-    statistics: Statistics, path: str, nbytes: int, seconds: float, own: float, show: bool
+    statistics: Statistics, path: str, nbytes: int, seconds: float, write_seconds: float, show: bool
 ) -> Statistics:
-    """Return statistics of a save; `own` is the time without pickling (seconds)."""
+    """Return statistics of a save; `write_seconds` is the time without pickling (seconds)."""
     statistics |= {
         "path": path,
-        "write_secs": own,
-        "write_GB/s": nbytes / own / GiB if own else 0.0,
+        "write_secs": write_seconds,
+        "write_GB/s": nbytes / write_seconds / GiB if write_seconds else 0.0,
         "total_bytes": nbytes,
         "total_secs": seconds,
         "total_GB/s": nbytes / seconds / GiB if seconds else 0.0,
@@ -183,28 +177,15 @@ def get_aio_handle(
 def get_pinned_buffer(
     size_mb: int = 256, use_gds: bool = False, gds_handle: Any = None
 ) -> torch.Tensor:
-    """Return a byte tensor of `size_mb` MiB that stays in memory: pinned, or locked on CPU.
+    """Return a byte tensor of `size_mb` MiB, pinned where there is a GPU.
+
+    The functions here accept one and have no use for it.
 
     Raises:
         ConfigError: `size_mb` is not a whole number, or less than 1.
-        EngineUnavailableError: this much memory may not be locked (`ulimit -l`), or there is
-            neither a GPU nor DeepSpeed to lock it with; or `use_gds`, as `fastpersist_save`.
+        EngineUnavailableError: `use_gds`, as `fastpersist_save`.
     """
     if not isinstance(size_mb, int) or size_mb < 1:
         raise ConfigError(f"size_mb must be a whole number of MiB from 1 on, not {size_mb!r}")
     _refuse_gds(use_gds or gds_handle is not None)
-    nbytes = size_mb * MiB
-    if torch.cuda.is_available():
-        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-    if not may_lock(nbytes):
-        raise EngineUnavailableError(
-            f"{nbytes} bytes may not be locked in memory: allow that many (`ulimit -l "
-            f"{nbytes // 1024}`, as root), or ask for less (`size_mb`, now {size_mb})"
-        )
-    handle = get_aio_handle(intra_op_parallelism=1)
-    locked = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8)).zero_()
-    gather_pages(locked.data_ptr(), nbytes)
-    # The storage made from this array keeps it, and so do all tensors on the storage.
-    array = (ctypes.c_uint8 * nbytes).from_address(locked.data_ptr())
-    weakref.finalize(array, handle.free_cpu_locked_tensor, locked).atexit = False
-    return torch.frombuffer(array, dtype=torch.uint8)
+    return torch.zeros(size_mb * MiB, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

@@ -130,31 +130,17 @@ class FastStorage(LocalFileSystemStorage):
             sync_folders([os.fspath(folder)])
 
 
-class _ReadStream(io.RawIOBase):
+class _ReadStream(io.FileIO):
     """A file, read in batches directly into the caller's memory."""
 
+    read = io.RawIOBase.read  # type: ignore[assignment]  # which calls `readinto`
+    readall = io.RawIOBase.readall
+
     def __init__(self, path: Path, verify: bool) -> None:
-        super().__init__()
-        self._at = 0
+        super().__init__(path, "rb")
         self._verify = verify
-        self._reader = FastFileReader(path)
+        self._reader = FastFileReader(self.fileno(), name=os.fspath(path))
         self.nbytes = self._reader.size
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.nbytes}[whence]
-        if base + offset < 0:
-            raise ValueError(f"negative seek position {base + offset}")
-        self._at = base + offset
-        return self._at
 
     def readinto(self, buffer: Any) -> int:
         """Read as much as fits; a file that is read in one call is verified.
@@ -164,17 +150,18 @@ class _ReadStream(io.RawIOBase):
             OSError: the file cannot be read.
         """
         with memoryview(buffer).cast("B") as view:
-            length = max(0, min(len(view), self.nbytes - self._at))
+            at = self.tell()
+            length = max(0, min(len(view), self.nbytes - at))
             if not length:
                 return 0
             anchor = ctypes.c_char.from_buffer(view)
             sink = HostSink(ctypes.addressof(anchor), length, buffer)
             del anchor
-            self._reader.read_into([ReadExtent(self._at, length, sink)])
+            self._reader.read_into([ReadExtent(at, length, sink)])
             if self._verify and length == self.nbytes:
                 with view[:length] as data:  # tracebacks must not hold the caller's memory
                     self._check(data)
-            self._at += length
+            self.seek(at + length)
             return length
 
     def _check(self, data: memoryview) -> None:

@@ -64,7 +64,7 @@ class CheckpointCallback(CallbackBase):
     def __init__(self) -> None:
         self._limit: int | None = None
         self._states: dict[Path, tuple[int, int] | None] = {}
-        self._suspended: tuple[Path, str | None] | None = None  # a folder, and the mark it had
+        self._suspended: tuple[Path, str | None] | None = None  # a folder, and its previous mark
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Take over the removal of old checkpoints; record which exist."""
@@ -153,7 +153,7 @@ def resume_from(output_dir: str | os.PathLike[str]) -> str | None:
             break
         passed.append(folder.name)
     if passed:
-        instead = f"{found.name} is used" if found else "training starts anew"
+        instead = f"{found.name} is used" if found else "training starts from the beginning"
         text = (
             f"{os.fspath(output_dir)}: {', '.join(passed)}: not complete; {instead}. "
             "To use one nevertheless, give its path to `train(resume_from_checkpoint=...)`"

@@ -17,7 +17,7 @@ from fastserial import trace
 from fastserial.config import Config
 from fastserial.config.performance import DIRECT_BLOCKS, SCATTERED_BLOCK
 from fastserial.engines import Completion, Engine, Op, Request, create, start
-from fastserial.errors import CorruptCheckpointError, EngineError, EngineUnavailableError
+from fastserial.errors import CorruptCheckpointError, EngineError
 from fastserial.files.linux import preadv
 from fastserial.interrupts import finish
 from fastserial.loading.policy import ReadPolicy, in_turns
@@ -74,14 +74,12 @@ class ReadCounts:
 
 
 def _open_engine(config: Config) -> tuple[Engine, BufferPool]:
-    """Return a new engine that reads, and its staging buffers: no memory before they are used.
+    """Return a new engine and its staging buffers: no memory before they are used.
 
     Raises:
-        EngineUnavailableError: the configured engine cannot read here.
+        EngineUnavailableError: the configured engine cannot run here.
     """
     engine = create(config.engine, config.threads)
-    if not engine.capabilities.moves_data:
-        raise EngineUnavailableError(f"engine {config.engine!r} does not read")
     return engine, start(engine, config.queue_depth, config.block_size)
 
 

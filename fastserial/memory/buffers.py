@@ -157,12 +157,12 @@ class Ring(BufferPool):
         self._first = address
         self._divide(view, address, count, nbytes)
 
-    def join(self, places: Iterable[torch.device]) -> bool:
+    def join(self, used_devices: Iterable[torch.device]) -> bool:
         """Get ready for copies from and to devices; False: one of them has no streams.
 
         The copies follow the work now queued on the calling thread's current streams.
         """
-        for device in places:
+        for device in used_devices:
             stream = self._streams.get(device) or devices.copy_stream(device)
             if stream is None:
                 return False
@@ -270,12 +270,7 @@ class PinnedStore:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may save, too
         self._kept: list[Pinned] = []
-        self._all: weakref.WeakSet[Pinned] = weakref.WeakSet()
-
-    @property
-    def held(self) -> int:
-        """Bytes that are pinned, in use or not."""
-        return sum(pinned.nbytes for pinned in list(self._all))
+        self._all: weakref.WeakSet[Pinned] = weakref.WeakSet()  # in use, or kept
 
     def take(self) -> Pinned | None:
         """Return `PINNED_RING` bytes; None: other saves or loads use all that is allowed.
@@ -286,7 +281,7 @@ class PinnedStore:
         with self._lock:
             if self._kept:
                 return self._kept.pop()
-            if self.held + PINNED_RING > PINNED_MOST:
+            if (len(self._all) + 1) * PINNED_RING > PINNED_MOST:
                 return None
             pinned = devices.pin(PINNED_RING)
             self._all.add(pinned)
@@ -300,12 +295,11 @@ class PinnedStore:
     def free(self) -> int:
         """Free what is not in use, and return how many bytes that was."""
         with self._lock:
-            kept, self._kept = self._kept, []
-            nbytes = sum(pinned.nbytes for pinned in kept)
-            if kept:
-                kept.clear()
-                devices.unpin()
-            return nbytes
+            nbytes = sum(pinned.nbytes for pinned in self._kept)
+            self._kept.clear()
+        if nbytes:
+            devices.unpin()
+        return nbytes
 
     def forget(self) -> None:
         """Start over in a forked child: the device and its pinned memory are the parent's."""
@@ -349,18 +343,8 @@ def on_host(config: Config) -> Transfer:
     return Transfer("cpu", f"{word}: no tensor is on a device") if word in DIRECT else HOST_ONLY
 
 
-def _wanted(config: Config) -> Transfer:
-    """Return the transfer type to try through the host."""
-    word = config.transfer
-    if word == "auto":
-        return Transfer("cpu_async_gpu", "auto: pinned memory and streams of its own")
-    if word in DIRECT:
-        return Transfer("cpu_async_gpu", f"{word}: for blocks of files only")
-    return Transfer(word, "asked for")
-
-
 def open_ring(
-    config: Config, places: Collection[torch.device], any_memory: bool = True
+    config: Config, used_devices: Collection[torch.device], any_memory: bool = True
 ) -> tuple[Ring | None, Transfer]:
     """Return a ring for copies from and to devices, or None, and the transfer type that it is.
 
@@ -369,31 +353,47 @@ def open_ring(
 
     Args:
         config: the options in force.
-        places: the devices.
+        used_devices: the devices.
         any_memory: the engine moves blocks from and to any memory, not only its own.
     """
-    asked = _wanted(config)
-    if asked.word in ("cpu", "cpu_gpu"):
-        return None, Transfer("cpu_gpu", asked.why)
+    word, why = config.transfer, "asked for"
+    if word in ("cpu", "cpu_gpu"):
+        return None, Transfer("cpu_gpu", why)
+    if word == "auto":
+        word, why = "cpu_async_gpu", "auto: pinned memory and streams of its own"
+    elif word in DIRECT:
+        word, why = "cpu_async_gpu", f"{word}: for blocks of files only"
+    ring = _new_ring(config, used_devices, any_memory)
+    if isinstance(ring, str):
+        _log.debug("device tensors go through the host, one copy after the other: %s", ring)
+        return None, Transfer("cpu_gpu", ring)
+    try:
+        ring.join(used_devices)
+    except BaseException:
+        ring.close()
+        raise
+    return ring, Transfer(word, why)
+
+
+def _new_ring(
+    config: Config, used_devices: Collection[torch.device], any_memory: bool
+) -> Ring | str:
+    """Return a ring, or why there is none."""
     count = min(2 * config.queue_depth, PINNED_RING // config.block_size)
-    why = _objection(places, any_memory, count)
-    if why is None:
-        try:
-            pinned = pinned_store.take()
-        except RuntimeError as error:
-            why = f"no pinned memory: {error}"
-        else:
-            if pinned is not None:
-                ring = Ring(pinned, count, config.block_size)
-                try:
-                    ring.join(places)
-                except BaseException:
-                    ring.close()
-                    raise
-                return ring, asked
-            why = "other saves or loads use the pinned memory"
-    _log.debug("device tensors go through the host, one copy after the other: %s", why)
-    return None, Transfer("cpu_gpu", why)
+    if not any_memory:
+        return "the engine has buffers of its own"
+    if count < 2:
+        return "two blocks are more than the pinned memory: set a smaller block_size"
+    for device in used_devices:
+        if not devices.has_streams(device):
+            return f"torch has no streams for {device.type}"
+    try:
+        pinned = pinned_store.take()
+    except RuntimeError as error:
+        return f"no pinned memory: {error}"
+    if pinned is None:
+        return "other saves or loads use the pinned memory"
+    return Ring(pinned, count, config.block_size)
 
 
 def copy_to_host(memory: StorageMemory, address: int, start: int, length: int) -> None:
@@ -428,15 +428,3 @@ def copy_to_host(memory: StorageMemory, address: int, start: int, length: int) -
         memory.check()
     finally:
         ring.close()
-
-
-def _objection(places: Collection[torch.device], any_memory: bool, count: int) -> str | None:
-    """Return why no ring is possible, or None."""
-    if not any_memory:
-        return "the engine has buffers of its own"
-    if count < 2:
-        return "two blocks are more than the pinned memory: set a smaller block_size"
-    for device in places:
-        if not devices.has_streams(device):
-            return f"torch has no streams for {device.type}"
-    return None

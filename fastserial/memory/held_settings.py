@@ -49,7 +49,7 @@ class HeldSetting:
         self._get = get
         self._put = put
         self._wanted = wanted
-        self._current: weakref.ref[_Change] | None = None  # the one that was begun last
+        self._current: weakref.ref[_Change] | None = None  # the latest
         os.register_at_fork(after_in_child=self._start_over)
 
     def hold(self) -> Hold:

@@ -17,7 +17,6 @@ from time import thread_time
 
 from fastserial.config.performance import (
     HUGE_PAGE,
-    RARELY_TIMED,
     SLOW_TOUCH,
     SLOW_TOUCHES,
     TIMED_STEP,
@@ -49,7 +48,7 @@ class HugePages:
 
     def __init__(self) -> None:
         self._slow = 0
-        self._step = self._untimed = TIMED_STEP  # bytes from one timed page to the next
+        self._untimed = TIMED_STEP  # bytes since the last timed page
 
     @property
     def are_slow(self) -> bool:
@@ -64,8 +63,10 @@ class HugePages:
         first = -(-address // HUGE_PAGE) * HUGE_PAGE
         stop = (address + nbytes) // HUGE_PAGE * HUGE_PAGE
         for start in range(first, stop, TIMED_STEP):
-            if self._untimed >= self._step and not self.are_slow:
-                self._time_one(start)
+            if self._untimed >= TIMED_STEP and not self.are_slow:
+                _advise(start, HUGE_PAGE, mmap.MADV_HUGEPAGE)
+                self._time(start, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
+                self._untimed = 0
             if self.are_slow:
                 return
             length = min(stop - start, TIMED_STEP)
@@ -98,14 +99,6 @@ class HugePages:
                 if done < page and not self.are_slow:
                     self._time(page, HUGE_PAGE, _MADV_COLLAPSE)
                     done = page
-
-    def _time_one(self, address: int) -> None:
-        """Time a huge page; the more were fast, the later the next one is timed."""
-        before = self._slow
-        _advise(address, HUGE_PAGE, mmap.MADV_HUGEPAGE)
-        self._time(address, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
-        self._untimed = 0
-        self._step = TIMED_STEP if self._slow > before else min(2 * self._step, RARELY_TIMED)
 
     def _time(self, address: int, nbytes: int, advice: int) -> None:
         began = thread_time()  # to wait for the interpreter's lock does not count

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from fastserial import trace
 from fastserial.config.performance import PACKED_BYTES, PACKED_STORAGE
 from fastserial.errors import StorageChangedError
+from fastserial.memory.devices import has_streams
 
 if TYPE_CHECKING:
     import torch
@@ -76,10 +77,10 @@ class HostMemory:
 class StorageOnHost(HostMemory):
     """Bytes of a host storage, which another thread may resize while they are copied.
 
-    A resize frees the memory at once; no reference keeps it. So every copy is followed by a look
-    whether the storage is where it was, at its size. `shared`: other threads run, and may do it in
-    the middle of a copy; then the kernel copies, which finds freed memory to be an error where
-    `memmove` would end the process. It costs some CPU time if the pages are small.
+    A resize frees the memory at once; no reference keeps it. So after every copy, address and size
+    of the storage are compared with those before it. `shared`: other threads run and may resize it
+    during a copy; then the kernel copies, which reports freed memory as an error where `memmove`
+    would crash the process. That costs some CPU time if the pages are small.
     """
 
     __slots__ = ("shared", "storage")
@@ -92,7 +93,7 @@ class StorageOnHost(HostMemory):
         self.shared = shared
 
     def check(self) -> None:
-        """Raise if the storage is not as it was.
+        """Raise an error if the storage has changed.
 
         Raises:
             StorageChangedError: it was resized.
@@ -106,13 +107,13 @@ class StorageOnHost(HostMemory):
         Raises:
             StorageChangedError: the storage was resized.
         """
-        storage, place, nbytes = self.storage, self.address, self.nbytes
-        if not self.shared or not copied_by_kernel(address, place + start, length):
+        storage, source, nbytes = self.storage, self.address, self.nbytes
+        if not self.shared or not copied_by_kernel(address, source + start, length):
             # As `check`, in half the time: this is done for each chunk.
-            if storage.data_ptr() != place or storage.nbytes() != nbytes:
+            if storage.data_ptr() != source or storage.nbytes() != nbytes:
                 raise StorageChangedError
-            memmove(address, place + start, length)
-        if storage.data_ptr() != place or storage.nbytes() != nbytes:
+            memmove(address, source + start, length)
+        if storage.data_ptr() != source or storage.nbytes() != nbytes:
             raise StorageChangedError
 
 
@@ -143,18 +144,18 @@ def copied_by_kernel(target: int, source: int, length: int) -> bool:
 
 def other_threads() -> bool:
     """Return whether Python has more threads than the main one. Takes no lock."""
-    return _thread._count() > _gone
+    return _thread._count() > _inherited
 
 
-_gone = 0  # threads of the parent's that Python still counts in a forked child
+_inherited = 0  # threads of the parent, which Python still counts in a forked child
 
 
-def _note_gone() -> None:
-    global _gone
-    _gone = _thread._count()
+def _count_inherited() -> None:
+    global _inherited
+    _inherited = _thread._count()
 
 
-os.register_at_fork(after_in_child=_note_gone)
+os.register_at_fork(after_in_child=_count_inherited)
 
 
 class StorageMemory:
@@ -173,7 +174,7 @@ class StorageMemory:
         self.whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def check(self) -> None:
-        """Raise if the storage is not as it was.
+        """Raise an error if the storage has changed.
 
         Raises:
             StorageChangedError: it was resized.
@@ -227,8 +228,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def storage_memory(storage: torch.UntypedStorage) -> StorageOnHost | StorageMemory:
     """Return the memory of a storage on the host or a device."""
     if is_on_host(storage):
-        place = storage.data_ptr(), storage.nbytes()
-        return StorageOnHost(storage, *place, other_threads())
+        return StorageOnHost(storage, storage.data_ptr(), storage.nbytes(), other_threads())
     return StorageMemory(storage)
 
 
@@ -241,12 +241,8 @@ def synchronize(storages: Sequence[torch.UntypedStorage]) -> None:
     import torch
 
     for device in set(map(attrgetter("device"), storages)):
-        if device.type == "cpu":
-            continue
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        elif hasattr(torch, "accelerator") and torch.accelerator.is_available():
-            torch.accelerator.current_stream(device).synchronize()
+        if device.type != "cpu" and has_streams(device):
+            getattr(torch, device.type).current_stream(device).synchronize()
 
 
 class Memory(Protocol):
@@ -294,16 +290,21 @@ class Batch(NamedTuple):
             StorageChangedError: a storage was resized since the batch was made.
         """
         sizes = self.sizes[begin:end]
-        if self.storages is None:
-            return list(map(bytes_at, self.addresses[begin:end], sizes))
-        some = self.storages[begin:end]
-        # no Python bytecode runs between reading a storage's address and copying it, so no other
-        # thread can resize it there
-        address, size = _untyped_storage()
-        texts = list(map(bytes_at, map(address, some), map(size, some)))
+        texts = self._copies(range(begin, end), sizes)
         if list(map(len, texts)) != list(sizes):
             raise StorageChangedError
         return texts
+
+    def _copies(self, indices: Iterable[int], lengths: Iterable[int]) -> list[bytes]:
+        """Return the first bytes of host storages; fewer of one that has become smaller."""
+        if self.storages is None:
+            return list(map(bytes_at, map(self.addresses.__getitem__, indices), lengths))
+        some = list(map(self.storages.__getitem__, indices))
+        # no Python bytecode runs between reading a storage's address and copying it, so no other
+        # thread can resize it there
+        address, size = _untyped_storage()
+        there = map(min, map(size, some), lengths)
+        return list(map(bytes_at, map(address, some), there))
 
     def pieces(self) -> Iterator[tuple[int, int, bool]]:
         """Cut the batch up: (first, one past the last, whether to pack them) of each piece.
@@ -339,7 +340,7 @@ class Batch(NamedTuple):
         """
         columns = enumerate(zip(self.addresses, self.sizes, strict=True))
         readable = [index for index, (address, size) in columns if address and size >= length]
-        marks = self._heads(readable, len(mark))
+        marks = self._copies(readable, repeat(len(mark)))
         found: dict[int, bytes] = {}
         if mark in marks:
             for index, text in zip(readable, marks, strict=True):
@@ -352,15 +353,6 @@ class Batch(NamedTuple):
                     if head.startswith(mark):
                         found[index] = head
         return found
-
-    def _heads(self, indices: Sequence[int], length: int) -> list[bytes]:
-        lengths = repeat(length)
-        if self.storages is None:
-            return list(map(bytes_at, map(self.addresses.__getitem__, indices), lengths))
-        some = list(map(self.storages.__getitem__, indices))
-        address, size = _untyped_storage()
-        there = map(min, map(size, some), lengths)  # as in `texts`
-        return list(map(bytes_at, map(address, some), there))
 
 
 @functools.cache

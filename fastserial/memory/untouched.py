@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from typing import Any
 
 import torch
+
+from fastserial.memory.storages import new_storage
 
 __all__ = ["Untouched"]
 
@@ -49,22 +50,16 @@ class Untouched:
     def storage(self, nbytes: int) -> torch.UntypedStorage:
         """Return a storage, whose bytes must not be read."""
         if not nbytes:
-            empty: Any = torch.UntypedStorage
-            return empty(0, device="cpu")  # type: ignore[no-any-return]
+            return new_storage(0)
         array = (ctypes.c_uint8 * nbytes).from_address(self._next)
         self._next += nbytes + -nbytes % _ALIGN
         return torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous tensor."""
-        made = torch.empty(0, dtype=dtype, device="cpu")
         storage = self.storage(torch.Size(shape).numel() * dtype.itemsize)
-        stride: list[int] = []
-        step = 1
-        for size in reversed(shape):
-            stride.insert(0, step)
-            step *= max(size, 1)
-        return made.set_(storage, 0, shape, tuple(stride))
+        stride = torch.empty(shape, device="meta").stride()
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, stride)
 
     def close(self) -> None:
         """Give the addresses back; no tensor of them may be in use any more. Idempotent."""

@@ -313,7 +313,7 @@ class ExtentWriter:
                 trace.block(request.times)
             self._check(completion)
             block: BlockContent = request.tag
-            if request.length < block.length and queue.engine.capabilities.moves_data:
+            if request.length < block.length:
                 tail = request.buffer.view[request.length : block.length]
                 self._write_cached(tail, request.offset + request.length)
             route = self._current_route

@@ -114,8 +114,8 @@ def choose_route(fd: int, files: Descriptors, config: Config, expected: int | No
 
 def _fastest(fd: int, config: Config, capabilities: Capabilities, nbytes: int) -> _Kind:
     """Return the fastest kind for a file that takes direct I/O; of equals, the cached one."""
-    if not (capabilities.moves_data and capabilities.any_memory):
-        return "direct"  # such an engine is slow or useless with the page cache
+    if not capabilities.any_memory:
+        return "direct"  # such an engine is slow with the page cache
     if config.direct is True or config.cache == "drop":
         return "direct"
     if config.cache == "keep":

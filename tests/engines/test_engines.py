@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.engine_tests import EngineTests
 
-import fastserial
 from fastserial import engines
 from fastserial.engines import Engine, Op, Request
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine
 from fastserial.engines.io_uring import IoUringEngine
-from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.errors import ConfigError
 from fastserial.interrupts import Background
 
 
@@ -59,14 +54,6 @@ class TestIoUring(EngineTests):
         engine.close()
 
 
-class TestNull(EngineTests):
-    @pytest.fixture
-    def engine(self) -> Iterator[Engine]:
-        engine = NullEngine()
-        yield engine
-        engine.close()
-
-
 class TestDeepSpeed(EngineTests):
     @pytest.fixture(params=[1, 4])
     def engine(self, request: pytest.FixtureRequest) -> Iterator[Engine]:
@@ -92,23 +79,3 @@ def test_where_the_rest_of_a_read_into_pieces_goes() -> None:
         assert sum(map(len, request.rest(done))) == 10 - done
     request.rest(4)[0][0] = 7
     assert bytes(memory[1]) == b"\0\7\0\0\0"
-
-
-def test_null_cannot_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It empties checkpoints, so it is for the benchmark, which passes the class."""
-    path = tmp_path / "a.pt"
-    torch.save("old", path)
-    fastserial.install()
-    try:
-        monkeypatch.setenv("FASTSERIAL_ENGINE", "null")
-        with pytest.raises(ConfigError, match=r"'null' writes no data.*FASTSERIAL_ENGINE"):
-            torch.save(torch.ones(3_000_000), path)
-        monkeypatch.delenv("FASTSERIAL_ENGINE")
-        with pytest.raises(ConfigError, match="'null'"), fastserial.options(engine="null"):
-            torch.save(torch.ones(3_000_000), path)
-        with pytest.raises(ConfigError, match="'null'"):
-            fastserial.install(engine="null")
-        assert torch.load(path) == "old"
-    finally:
-        fastserial.uninstall()
-    assert "null" not in engines.names()

@@ -84,7 +84,7 @@ def test_what_is_not_complete(tmp_path: Path, harm: str) -> None:
     else:
         (found / "checkpoint-is-incomplete.txt").touch()
     assert not is_complete(found)
-    with pytest.warns(RuntimeWarning, match="training starts anew"):
+    with pytest.warns(RuntimeWarning, match="training starts from the beginning"):
         assert resume_from(tmp_path) is None
 
 
@@ -157,5 +157,7 @@ def test_a_checkpoint_that_a_killed_run_began_to_write_anew(tmp_path: Path, mark
     torch.save({"w": torch.zeros(3000)}, folder / "optimizer.pt")  # and killed
     assert not is_complete(folder)
     assert verify(folder / MARK).status == "damaged"
-    with pytest.warns(RuntimeWarning, match="checkpoint-10: not complete; training starts anew"):
+    with pytest.warns(
+        RuntimeWarning, match="checkpoint-10: not complete; training starts from the beginning"
+    ):
         assert resume_from(tmp_path) is None

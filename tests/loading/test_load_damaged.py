@@ -20,8 +20,7 @@ from support.identity import digest, fast, stock
 from support.loading import FORCED, attempt, both, forced, last_report
 
 import fastserial
-from fastserial.engines.null import NullEngine
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
 
@@ -166,7 +165,11 @@ def test_undamaged_is_verified(tmp_path: Path) -> None:
 
 def test_verified_although_torch_reads(tmp_path: Path) -> None:
     """Without an engine that reads, checksums are compared all the same."""
-    options = {**VERIFIED, "engine": NullEngine}
+
+    def no_engine(threads: int) -> Any:
+        raise EngineUnavailableError("no such engine here")
+
+    options = {**VERIFIED, "engine": no_engine}
     data = checkpoint()
     path = tmp_path / "f.pt"
     path.write_bytes(data)

@@ -15,9 +15,8 @@ import torch
 
 import fastserial
 from fastserial.config import Config
-from fastserial.engines import Capabilities, Completion, Request, threads
-from fastserial.engines.null import NullEngine
-from fastserial.engines.threads import ThreadsEngine
+from fastserial.engines import Capabilities, Engine, Request, threads
+from fastserial.engines.threads import ThreadsEngine, transfer
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
 from fastserial.loading import pump
 from fastserial.loading.reader import FastFileReader
@@ -231,12 +230,16 @@ class FailsThenWaits(ThreadsEngine):
 
     name = "late"
 
-    @classmethod
-    def _serve(cls, request: Request) -> Completion:
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self._move = self.late
+
+    @staticmethod
+    def late(request: Request) -> int:
         if request.offset == 0:
-            return Completion(request, 0, OSError(errno.EIO, "the disk failed"))
+            raise OSError(errno.EIO, "the disk failed")
         time.sleep(0.3)
-        return super()._serve(request)
+        return transfer(request)
 
 
 def test_no_read_outlasts_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,10 +282,14 @@ def test_engines_with_own_buffers(path: Path, data: bytes, monkeypatch: pytest.M
         assert content(storage) == data
 
 
-def test_engines_that_do_not_read(path: Path) -> None:
-    with pytest.raises(EngineUnavailableError, match="null"):
-        FastFileReader(path, Config(engine=NullEngine))
-    with fastserial.options(engine=NullEngine):
+def no_engine(threads: int) -> Engine:
+    raise EngineUnavailableError("no such engine here")
+
+
+def test_engines_that_cannot_run(path: Path) -> None:
+    with pytest.raises(EngineUnavailableError, match="here"):
+        FastFileReader(path, Config(engine=no_engine))
+    with fastserial.options(engine=no_engine):
         torch.save([torch.ones(3)], path.with_suffix(".pt"))
         fastserial.install()
         try:

@@ -13,8 +13,8 @@ import pytest
 from support.corpus import MIB
 
 from fastserial.config import Config
-from fastserial.engines import Capabilities, Completion, Op, Request
-from fastserial.engines.threads import ThreadsEngine
+from fastserial.engines import Capabilities, Op, Request, threads
+from fastserial.engines.threads import ThreadsEngine, transfer
 from fastserial.files import caching, linux
 from fastserial.formats.extents import Extent, Literal
 from fastserial.interrupts import Descriptors
@@ -162,14 +162,14 @@ def test_direct_writes_that_are_refused_all_go_through_the_cache(
 ) -> None:
     need_direct(fd)
 
-    def refuse(request: Request) -> Completion:
+    def refuse(request: Request) -> int:
         if request.fd != fd:
             refused.append(request)
-            return Completion(request, 0, OSError(errno.EINVAL, "Invalid argument"))
-        return serve(request)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return transfer(request)
 
-    serve, refused = ThreadsEngine._serve, list[Request]()
-    monkeypatch.setattr(ThreadsEngine, "_serve", staticmethod(refuse))
+    refused: list[Request] = []
+    monkeypatch.setattr(threads, "transfer", refuse)
     outcome = write(fd, os.urandom(2_000_000), Config(**BLOCKS, direct=True)).outcome
     assert 1 <= len(refused) <= 2 * BLOCKS["queue_depth"]
     assert not outcome.direct

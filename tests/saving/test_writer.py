@@ -24,7 +24,7 @@ import torch
 
 import fastserial
 from fastserial import FastFileWriter, WriteError, config, progress
-from fastserial.engines.threads import ThreadsEngine
+from fastserial.engines.threads import ThreadsEngine, transfer
 from fastserial.files import destination, linux
 from fastserial.files.destination import temporary_name
 from fastserial.memory.buffers import BufferPool
@@ -312,14 +312,16 @@ class FailingEngine(ThreadsEngine):
     number = errno.ENOSPC
     at = 128 * 1024
 
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self._move = self.failing
+
     @classmethod
-    def _serve(cls, request: Any) -> Any:
-        done = super()._serve(request)
-        if request.offset == cls.at and not cls.number:
-            done.transferred -= 1
-        elif request.offset == cls.at:
-            done.error = OSError(cls.number, os.strerror(cls.number))
-        return done
+    def failing(cls, request: Any) -> int:
+        done = transfer(request)
+        if request.offset == cls.at and cls.number:
+            raise OSError(cls.number, os.strerror(cls.number))
+        return done - (request.offset == cls.at)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, 0])

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from fastserial.engines.gds import cufile
-from fastserial.engines.gds import memory as direct_memory
 from fastserial.memory import buffers as ring_module
 from support.devices import FakeDevice, plugged_in
 
@@ -187,7 +186,6 @@ def cufile_on(patch: pytest.MonkeyPatch, device: FakeDevice) -> FakeCuFile:
     modules = {"cuda.bindings.cufile": fake, "cuda.bindings.runtime": None}
     patch.setattr(cufile, "importlib", SimpleNamespace(import_module=modules.__getitem__))
     patch.setattr(cufile.CuFile, "on", _on)
-    patch.setattr(direct_memory, "_lost", set())
     patch.setattr(ring_module, "_warned", set())
     return fake
 

@@ -70,20 +70,20 @@ def missing() -> list[str]:
     # an unrelated folder of that name has no origin
     if found is None or found.origin is None or not found.submodule_search_locations:
         return ["DeepSpeed is not installed: pip install deepspeed"]
-    lacks: list[str] = []
+    problems: list[str] = []
     if not _loads("libaio.so.1"):
-        lacks.append("libaio.so.1 is not installed: apt-get install libaio-dev")
+        problems.append("libaio.so.1 is not installed: apt-get install libaio-dev")
     if any(Path(found.submodule_search_locations[0], "ops", "aio").glob("async_io_op*.so")):
-        return lacks
+        return problems
     # DeepSpeed compiles at first use, and torch's extension loader runs both tools at each load.
     if shutil.which(os.environ.get("CXX", "c++")) is None or shutil.which("ninja") is None:
-        lacks.append("g++ or ninja is not installed: apt-get install g++; pip install ninja")
+        problems.append("g++ or ninja is not installed: apt-get install g++; pip install ninja")
     if not glob.glob(os.path.join(_extensions(), _OP, f"{_OP}.so")):
-        lacks.append(
+        problems.append(
             "the op is not built yet (once, about 10 CPU minutes): apt-get install libaio-dev, and "
             + BUILD_COMMAND
         )
-    return lacks
+    return problems
 
 
 def _loads(library: str) -> bool:
@@ -110,9 +110,9 @@ def load_op() -> Any:
     Raises:
         EngineUnavailableError: it cannot be loaded; with the reason.
     """
-    lacks = missing()
-    if lacks:
-        raise EngineUnavailableError("; ".join(lacks))
+    problems = missing()
+    if problems:
+        raise EngineUnavailableError("; ".join(problems))
     try:
         builders = importlib.import_module("deepspeed.ops.op_builder")
         return builders.AsyncIOBuilder().load(verbose=False)
@@ -139,21 +139,23 @@ def borrow_handle(settings: AioSettings) -> Any:
 
 
 def give_back(settings: AioSettings, handle: Any) -> None:
-    """Keep a handle, with nothing in flight, for the next file."""
+    """Keep a handle, with nothing in flight, for the next write."""
     with _lock:
         _idle[settings].append(handle)
 
 
-def write(handle: Any, memory: Any, fd: int, offset: int) -> None:
-    """Write a tensor by a handle with nothing in flight; say nothing of how it went, as it does.
+def write(settings: AioSettings, memory: Any, fd: int, offset: int) -> None:
+    """Write a tensor; DeepSpeed does not report whether that succeeded.
 
-    The number of bytes is divisible by the handle's threads. The first write of a process logs a
-    warning of DeepSpeed's: it keeps others from starting, and gives up the interpreter's lock in
-    between, which whoever waits there must not hold.
+    The number of bytes is divisible by the handle's threads. No signal handler interrupts the
+    calling thread. DeepSpeed logs a warning at the first write of a process: it then needs the
+    interpreter's lock while other writes, whose threads hold that lock, wait for it to end.
     """
+    handle = borrow_handle(settings)
     with _lock:
         handle.async_pwrite(memory, fd, offset)
     handle.wait()
+    give_back(settings, handle)
 
 
 def _forget() -> None:

@@ -15,13 +15,15 @@ import fcntl
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from fastserial.config.performance import PAGE
 from fastserial.engines import Capabilities, Op, Request
 from fastserial.engines.deepspeed import aio_op
-from fastserial.engines.deepspeed.aio_op import AioSettings, borrow_handle, give_back, missing
+from fastserial.engines.deepspeed.aio_op import AioSettings, missing
 from fastserial.engines.deepspeed.locked_memory import locked_pool, may_lock
 from fastserial.engines.threads import ThreadsEngine, transfer
 from fastserial.files import linux
@@ -44,71 +46,58 @@ class DeepSpeedEngine(ThreadsEngine):
     name: ClassVar[str] = "deepspeed"
     capabilities: ClassVar[Capabilities] = Capabilities(any_memory=False)
 
-    def __init__(
-        self,
-        threads: int = 4,
-        settings: AioSettings | None = None,
-        memory: torch.Tensor | None = None,
-        double_buffer: bool = True,
-    ) -> None:
+    def __init__(self, threads: int = 4, settings: AioSettings | None = None) -> None:
         """Make an engine.
 
         Args:
-            threads: blocks that are written at a time, without `settings`.
-            settings: the arguments of the handles; by default each has one thread.
-            memory: a locked or pinned byte tensor to use as buffers; by default one is allocated.
-            double_buffer: with `settings`: write two blocks at a time, instead of one.
+            threads: how many handles write at a time, each with one thread of DeepSpeed's.
+            settings: the arguments of the handles, but for `intra_op_parallelism`.
         """
-        blocks = threads if settings is None else 2 if double_buffer else 1
-        super().__init__(blocks)
-        self._settings = settings or AioSettings(intra_op_parallelism=1)
-        self._memory = memory
+        super().__init__(threads)
+        self._settings = replace(settings or AioSettings(), intra_op_parallelism=1)
 
     @classmethod
     def unavailable(cls) -> str | None:
-        lacks = missing()
-        if not lacks and not may_lock(PAGE):
-            lacks = ["no memory may be locked: ulimit -l unlimited"]
-        return "; ".join(lacks) or None
+        problems = missing()
+        if not problems and not may_lock(PAGE):
+            problems = ["no memory may be locked: ulimit -l unlimited"]
+        return "; ".join(problems) or None
 
     def allocate(self, count: int, nbytes: int) -> BufferPool:
         """Return buffers in locked memory, fewer if `ulimit -l` does not allow `count`.
 
-        Raises:
-            EngineUnavailableError: not even one buffer of `nbytes` bytes may be locked.
+        If it does not allow one, they are not locked, and plain calls write all blocks.
         """
-        handle = borrow_handle(self._settings)
-        give_back(self._settings, handle)
-        pool = locked_pool(handle, self._memory, count, nbytes)
-        self._move = _mover(self._settings, pool.tensors)
+        handle = aio_op.borrow_handle(self._settings)
+        aio_op.give_back(self._settings, handle)
+        pool = locked_pool(handle, count, nbytes)
+        if pool is None:
+            _log.warning("no %d bytes may be locked (ulimit -l): DeepSpeed writes nothing", nbytes)
+            return super().allocate(count, nbytes)
+        self._move = partial(_write, self._settings, pool.tensors)
         return pool
 
 
-def _mover(settings: AioSettings, tensors: Mapping[int, torch.Tensor]) -> Callable[[Request], int]:
-    """Return what moves the bytes of a request, on a thread that no signal handler interrupts.
+def _write(settings: AioSettings, tensors: Mapping[int, torch.Tensor], request: Request) -> int:
+    """Move the bytes of a request, on a thread that no signal handler interrupts.
 
     Args:
         settings: of the handles.
         tensors: locked memory, by the address of the buffer.
+        request: read, or written as far as possible by DeepSpeed.
     """
-
-    def write(request: Request) -> int:
-        """Write the aligned part of a block, and return how many bytes that was."""
-        tensor, unit = tensors.get(request.buffer.address), _unit(request.fd)
-        if request.op is Op.READ or tensor is None or not unit or request.offset % unit:
-            return 0
-        length = request.length - request.length % (unit * settings.intra_op_parallelism)
-        if not length or not is_blank(request.fd, request.offset, length):
-            return 0
-        handle = borrow_handle(settings)
-        aio_op.write(handle, tensor[:length], request.fd, request.offset)
-        give_back(settings, handle)
-        if is_written(request.fd, request.offset, length):
-            return length
+    fd, offset = request.fd, request.offset
+    tensor, unit = tensors.get(request.buffer.address), _unit(fd)
+    if request.op is Op.READ or tensor is None or not unit or offset % unit:
+        return transfer(request)
+    length = request.length - request.length % unit
+    if not length or not is_blank(fd, offset, length):
+        return transfer(request)
+    aio_op.write(settings, tensor[:length], fd, offset)
+    if not is_written(fd, offset, length):
         _log.warning("DeepSpeed lost a write of %d bytes; it is done again", length)
-        return 0
-
-    return lambda request: transfer(request, write(request))
+        length = 0
+    return transfer(request, length)
 
 
 def _unit(fd: int) -> int:

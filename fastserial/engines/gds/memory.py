@@ -52,7 +52,7 @@ def offer(
     taken: Transfer,
     ring: Ring | None,
     engine: Engine,
-    places: Collection[torch.device],
+    used_devices: Collection[torch.device],
     fd: int,
     flags: int,
     refusal: str | None,
@@ -64,7 +64,7 @@ def offer(
         taken: the transfer type without it.
         ring: what all other blocks pass through; None: there is none.
         engine: what moves blocks.
-        places: the devices, which have contexts.
+        used_devices: the devices, which have contexts.
         fd: of the file.
         flags: how to open it once more.
         refusal: why the file takes no direct I/O, if that is known.
@@ -72,7 +72,7 @@ def offer(
     word = config.transfer
     if word not in DIRECT or ring is None:
         return None, taken
-    served = [place for place in places if cufile.serves(place)]
+    served = [device for device in used_devices if cufile.serves(device)]
     why = missing(word) or refusal
     if why is None and not engine.capabilities.device_memory:
         why = f"engine {engine.name!r} does not move device memory"
@@ -113,14 +113,11 @@ class DeviceSlots:
             driver.register(self.address, PINNED_RING)
 
 
-_lost: set[DirectMemory] = set()  # whose device failed: it may still use the memory
-
-
 class DirectMemory:
     """The device slots of a ring, for one file. The ring is closed after it.
 
-    `write` and `read` return the `move` of a block's request. A block whose transfer fails goes
-    through the host, and so do all that come after it; `transfer` then says why.
+    `write` and `read` return the `move` of a block's request. If a transfer fails, this
+    block and all later ones are transferred through the host; `transfer` then gives the reason.
     """
 
     def __init__(
@@ -128,7 +125,7 @@ class DirectMemory:
         driver: CuFile,
         config: Config,
         ring: Ring,
-        places: Collection[torch.device],
+        used_devices: Collection[torch.device],
         fd: int,
         flags: int,
     ) -> None:
@@ -153,21 +150,21 @@ class DirectMemory:
                 raise DirectTransferError(found.refusal)
             self.alignment = found.alignment
             plain = self._files.reopen_plain(found.fd, flags | os.O_DIRECT)
-            self.join(places)
+            self.join(used_devices)
             with driver.on(next(iter(self._slots))):
                 self._file = driver.open_file(plain)
         except BaseException:
             self.close()
             raise
 
-    def join(self, places: Iterable[torch.device]) -> None:
+    def join(self, used_devices: Iterable[torch.device]) -> None:
         """Prepare for transfers of devices, after the work now queued on the caller's streams.
 
         Raises:
             RuntimeError: there is no memory.
             DirectTransferError: the driver refuses the memory.
         """
-        for device in places:
+        for device in used_devices:
             if device not in self._slots and cufile.serves(device):
                 self._slots[device] = DeviceSlots(self._driver, device)
             if device in self._slots:
@@ -275,16 +272,10 @@ class DirectMemory:
             done += moved
 
     def _end_streams(self) -> None:
-        try:
-            for slots in self._slots.values():
-                slots.stream.mark().synchronize()
-        except RuntimeError:  # the device failed
-            _lost.add(self)
-            raise
+        for slots in self._slots.values():
+            slots.stream.mark().synchronize()
 
     def _free(self) -> None:
-        if self in _lost:  # all that the device may be using is kept for good
-            return
         file, self._file = self._file, None
         if file is not None:
             self._driver.close_file(file)

@@ -1,4 +1,4 @@
-"""Prints how many of 8 buffers the deepspeed engine has, or its error: `LIMIT`."""
+"""Prints how many of 8 buffers the deepspeed engine has, and whether they are locked: `LIMIT`."""
 
 import os
 import resource
@@ -6,18 +6,15 @@ import sys
 
 from fastserial.engines.deepspeed.aio_op import AioSettings, borrow_handle, give_back
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine
-from fastserial.errors import EngineUnavailableError
+from fastserial.engines.deepspeed.locked_memory import LockedPool
 
-for handle in [borrow_handle(AioSettings()) for _ in range(2)]:  # reads files that are root's
-    give_back(AioSettings(), handle)
+settings = AioSettings(intra_op_parallelism=1)
+give_back(settings, borrow_handle(settings))  # reads files that are root's
 limit = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
 if os.getuid() == 0:
     os.setuid(65534)
-try:
-    pool = DeepSpeedEngine(4, settings=AioSettings()).allocate(8, 256 * 1024)
-    print(len(pool.buffers))
-except EngineUnavailableError as error:
-    print(error)
+pool = DeepSpeedEngine(4).allocate(8, 256 * 1024)
+print(len(pool.buffers), "locked" if isinstance(pool, LockedPool) else "not locked")
 sys.stdout.flush()
 os._exit(0)
