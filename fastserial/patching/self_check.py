@@ -9,6 +9,7 @@ import torch
 from fastserial.checksums import crc32
 from fastserial.formats.extents import Literal
 from fastserial.formats.zip.layout import ZipLayout
+from fastserial.memory.storages import HostMemory
 from fastserial.saving.torch_writer import (
     DEFAULT_ALIGNMENT,
     PieceSink,
@@ -52,7 +53,7 @@ def _probe_ours(align: int) -> list[tuple[int, bytearray]]:
     layout = ZipLayout("archive", align)
     for name, data in _PROBE:
         if isinstance(data, int):
-            layout.add_hole(name, data)
+            layout.add_memory(name, HostMemory(0, data, None), b"", crc=0)
         else:
             layout.add_bytes(name, data, crc32(data))
     plan = finish(layout)

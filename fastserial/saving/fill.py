@@ -22,10 +22,10 @@ from fastserial.errors import LayoutError
 from fastserial.formats.extents import (
     Data,
     DescriptorPatch,
+    ExtentSource,
     Literal,
     Made,
     Packed,
-    Source,
     Trailer,
 )
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
@@ -61,7 +61,7 @@ class ExtentPart(NamedTuple):
     """
 
     offset: int
-    source: Source
+    source: ExtentSource
     start: int
     length: int
     ledger: CrcLedger | None

@@ -16,7 +16,7 @@ import fastserial
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.config.performance import FILL_CHUNK
-from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Source
+from fastserial.formats.extents import Data, DescriptorPatch, Extent, ExtentSource, Literal
 from fastserial.memory.storages import storage_memory
 from fastserial.saving import fill
 from fastserial.saving.extent_writer import ExtentWriter
@@ -25,7 +25,7 @@ from fastserial.saving.fill import ExtentPart
 NOISE = random.Random(7).randbytes(3_000_000)
 
 
-def one_after_another(*sources: Source) -> list[Extent]:
+def one_after_another(*sources: ExtentSource) -> list[Extent]:
     extents, offset = [], 0
     for source in sources:
         extents.append(Extent(offset, source.length, source))
