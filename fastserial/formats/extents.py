@@ -34,7 +34,6 @@ __all__ = [
     "Packed",
     "Trailer",
     "clip",
-    "is_late",
 ]
 
 
@@ -148,11 +147,6 @@ class Extent(NamedTuple):
     length: int
     source: ExtentSource
     start: int = 0
-
-
-def is_late(source: ExtentSource) -> bool:
-    """Return whether a source may need the checksums of other extents."""
-    return isinstance(source, DescriptorPatch | Trailer | Made)
 
 
 def clip(extents: Iterable[Extent], first: int, stop: int) -> Iterator[Extent]:

@@ -1,11 +1,10 @@
-"""Destinations of the bytes of a read extent: host memory, a device, or a comparison."""
+"""Destinations of the bytes of a read extent: host memory or a device."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from fastserial.checksums import CrcLedger, crc32
-from fastserial.errors import CorruptCheckpointError
 from fastserial.memory.buffers import Buffer, host_buffer, own_buffer
 from fastserial.memory.storages import HostMemory, is_on_host, memmove
 
@@ -18,7 +17,6 @@ __all__ = [
     "BytesSink",
     "CheckedSink",
     "DeviceSink",
-    "ExpectedSink",
     "HostSink",
     "ReadExtent",
     "Sink",
@@ -131,23 +129,6 @@ class BytesSink(HostSink):
     def memory_for(self, start: int, length: int) -> Buffer | None:
         whole = length == self.nbytes
         return self._buffer if whole else super().memory_for(start, length)
-
-
-class ExpectedSink:
-    """Compares bytes with those expected; a difference is an error."""
-
-    __slots__ = ("_expected", "_what")
-
-    def __init__(self, expected: bytes, what: str) -> None:
-        self._expected = expected
-        self._what = what
-
-    def deliver(self, view: memoryview, address: int, start: int) -> None:
-        if view != self._expected[start : start + len(view)]:
-            raise CorruptCheckpointError(f"{self._what} is not what the pickle says")
-
-    def memory_for(self, start: int, length: int) -> Buffer | None:
-        return None
 
 
 class CheckedSink:
