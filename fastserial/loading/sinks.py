@@ -25,10 +25,10 @@ __all__ = [
 
 
 class Sink(Protocol):
-    """Takes the bytes of one extent, in pieces, in any order, on any thread."""
+    """Receives the bytes of one extent, in pieces, in any order, on any thread."""
 
     def deliver(self, view: memoryview, address: int, start: int) -> None:
-        """Take `view`, at host address `address`: the extent's bytes from `start` on."""
+        """Receive `view`, at host address `address`: the extent's bytes from `start` on."""
 
     def memory_for(self, start: int, length: int) -> Buffer | None:
         """Return host memory that these bytes may be read into before they are delivered.
@@ -56,10 +56,9 @@ class ReadExtent(NamedTuple):
 
 
 class HostSink(HostMemory):
-    """Host memory that takes the bytes of an extent.
+    """Host memory that receives the bytes of an extent.
 
-    Before and after it there are `spare` bytes that may be written, too: by direct reads, which
-    move whole blocks only.
+    The `spare` bytes before and after it may be written, too: direct reads move whole blocks.
     """
 
     __slots__ = ("_spare",)
@@ -81,8 +80,8 @@ class HostSink(HostMemory):
 class DeviceSink:
     """Bytes of a tensor on a device, given as one-dimensional uint8.
 
-    What arrives in a buffer of the ring is still being copied when `deliver` returns, until the
-    ring has settled.
+    Bytes in a buffer of the ring are still being copied when `deliver` returns, until the ring has
+    settled.
     """
 
     __slots__ = ("_bytes", "_ring")

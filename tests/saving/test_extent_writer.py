@@ -100,10 +100,8 @@ def test_ranges_of_a_zip_among_writers(tmp_path: Path, seed: int) -> None:
     plan = zip_plan(random)
     write(tmp_path / "whole", plan.extents, options(random), ledger_of(plan))
     everything = ledger_of(plan)
-    late = [
-        extent for extent in plan.extents if isinstance(extent.source, DescriptorPatch | Trailer)
-    ]
-    now = [extent for extent in plan.extents if extent not in late]
+    now = [extent for extent in plan.extents if not isinstance(extent.source, LATE)]
+    late = [extent for extent in plan.extents if isinstance(extent.source, LATE)]
     base = random.choice([0, 13, 4096])
     for first, stop in ranges(random, plan.nbytes, random.randint(1, 8)):
         own = ledger_of(plan)
