@@ -118,14 +118,14 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
     if not records or is_small(source, config):
         load.fallback = Reason("a small file" if records else "no storages", QUICKER)
     else:
-        places = _places(load, source, stock, directory, map_location)
-        _read_ahead(load, source, records, places)
+        devices = _devices_of(load, source, stock, directory, map_location)
+        _read_ahead(load, source, records, devices)
     load.archive = FastZipReader(stock, source.name, limit, directory, load.prefetch, verify)
     load.phases["directory"] = perf_counter() - began
     return load.archive
 
 
-def _places(
+def _devices_of(
     load: LoadSession, source: FileSource, stock: Any, directory: Directory, map_location: Any
 ) -> dict[str, torch.device] | None:
     """Return the devices that storages are read to, None if they are read to the host."""
@@ -159,15 +159,15 @@ def _read_ahead(
     load: LoadSession,
     source: FileSource,
     records: Sequence[RecordEntry],
-    places: dict[str, torch.device] | None,
+    devices: dict[str, torch.device] | None,
 ) -> None:
     """Start reading the records; where that is impossible, torch's reader reads all of them."""
     if sys.is_finalizing():  # torch aborts if our memory is freed while the program ends
         load.fallback = "the interpreter is shutting down"
         return
     try:
-        reader = load.open_reader(source, source.size if places is None else 0)
-        load.prefetch = Prefetch(reader, records, load.config.verify_on_load, places)
+        reader = load.open_reader(source, source.size if devices is None else 0)
+        load.prefetch = Prefetch(reader, records, load.config.verify_on_load, devices)
     except Exception as error:  # no such engine, no memory: what torch reads is verified, too
         load.fallback = str(error)
 
