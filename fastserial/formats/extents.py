@@ -8,8 +8,7 @@ sources may write any part of it, in any order (`clip`). A source is one of:
 - `Packed`: small host storages with the container's bytes between them, as one source;
 - `DescriptorPatch`: known bytes except for the CRC-32 of one record, which is inserted later;
 - `Trailer`: bytes that need the CRC-32 of every record;
-- `Made`: bytes made when they are written, by a function that may wait for checksums;
-- `Hole`: nothing is written; reads back as zeros (`skip_data` reserves space for storages).
+- `Made`: bytes made when they are written, by a function that may wait for checksums.
 
 A `DescriptorPatch`, `Trailer` or `Made` extent is *late*: it is filled when the checksums it needs
 are known. In a layout it comes after all that data.
@@ -29,14 +28,12 @@ __all__ = [
     "Data",
     "DescriptorPatch",
     "Extent",
-    "Hole",
+    "ExtentSource",
     "Literal",
     "Made",
     "Packed",
-    "Source",
     "Trailer",
     "clip",
-    "is_late",
 ]
 
 
@@ -137,13 +134,7 @@ class Made:
         return piece
 
 
-class Hole(NamedTuple):
-    """Unwritten bytes, which read as zeros."""
-
-    length: int
-
-
-Source = Literal | Data | Packed | DescriptorPatch | Trailer | Made | Hole
+ExtentSource = Literal | Data | Packed | DescriptorPatch | Trailer | Made
 
 
 class Extent(NamedTuple):
@@ -154,13 +145,8 @@ class Extent(NamedTuple):
 
     offset: int
     length: int
-    source: Source
+    source: ExtentSource
     start: int = 0
-
-
-def is_late(source: Source) -> bool:
-    """Return whether a source may need the checksums of other extents."""
-    return isinstance(source, DescriptorPatch | Trailer | Made)
 
 
 def clip(extents: Iterable[Extent], first: int, stop: int) -> Iterator[Extent]:

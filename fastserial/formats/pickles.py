@@ -255,6 +255,8 @@ class _SymbolicUnpickler(pickle._Unpickler):
         arguments = self.stack.pop()
         self.append(Call(self.stack.pop(), arguments))
 
+    load_newobj = load_reduce
+
     def load_newobj_ex(self) -> None:
         keywords = self.stack.pop()
         arguments = self.stack.pop()
@@ -280,41 +282,27 @@ class _SymbolicUnpickler(pickle._Unpickler):
 
 
 _Handler = Callable[[_SymbolicUnpickler], None]
-# Opcodes that Python's own code handles: they push data, use marks and the memo, ask for a name or
-# a persistent id, or fill the container below them.
-_PYTHONS = b"\x80N\x88\x89)JKMGIL\x8a\x8cX\x8dUTCB\x8e(01]aesuqhrj\x94c\x93Q"
-_OURS: dict[bytes, _Handler] = {
-    pickle.LONG4: _SymbolicUnpickler.load_long4,
-    pickle.FRAME: _SymbolicUnpickler.load_frame,
-    pickle.STOP: _SymbolicUnpickler.load_stop,
-    pickle.EMPTY_DICT: _SymbolicUnpickler.load_empty_dictionary,
-    pickle.EMPTY_SET: _SymbolicUnpickler.load_empty_set,
-    pickle.FROZENSET: _SymbolicUnpickler.load_frozenset,
-    pickle.TUPLE: _SymbolicUnpickler.load_tuple,
-    pickle.TUPLE1: _SymbolicUnpickler.load_tuple1,
-    pickle.TUPLE2: _SymbolicUnpickler.load_tuple2,
-    pickle.TUPLE3: _SymbolicUnpickler.load_tuple3,
-    pickle.REDUCE: _SymbolicUnpickler.load_reduce,
-    pickle.NEWOBJ: _SymbolicUnpickler.load_reduce,
-    pickle.NEWOBJ_EX: _SymbolicUnpickler.load_newobj_ex,
-    pickle.BUILD: _SymbolicUnpickler.load_build,
-}
+_KNOWN = (
+    b"\x80\x95."  # protocol, frame, end
+    b"N\x88\x89JKMGIL\x8a\x8b\x8cX\x8dUTCB\x8e\x96"  # constants, numbers, text, bytes
+    b"(01)t\x85\x86\x87]ae}su\x8f\x90\x91"  # marks and containers
+    b"qhrj\x94"  # memo
+    b"c\x93R\x81\x92bQ"  # names, calls, state, persistent ids
+)
+_SAME = {pickle.BYTEARRAY8: pickle.BINBYTES8, pickle.ADDITEMS: pickle.APPENDS}
 _CONTAINERS = b"(]}\x8f\x91t\x85\x86\x87R\x81\x92"
 _COSTS = [_PUSH_BYTES + _CONTAINER_BYTES * (code in _CONTAINERS) for code in range(256)]
 
 
 def _table() -> list[_Handler]:
-    """Return what handles each opcode, by its byte."""
+    """Return what handles each opcode, by its byte: the method of the name that Python's has."""
     table: list[_Handler] = [_SymbolicUnpickler.load_nothing] * 256
     pythons: dict[int, Any] = pickle._Unpickler.dispatch
     for code in pythons:
         table[code] = _SymbolicUnpickler.load_other
-    for code in _PYTHONS:
-        table[code] = pythons[code]
-    table[pickle.BYTEARRAY8[0]] = pythons[pickle.BINBYTES8[0]]
-    table[pickle.ADDITEMS[0]] = pythons[pickle.APPENDS[0]]
-    for opcode, handler in _OURS.items():
-        table[opcode[0]] = handler
+    for code in _KNOWN:
+        handled = _SAME.get(bytes((code,)), (code,))[0]
+        table[code] = getattr(_SymbolicUnpickler, pythons[handled].__name__)
     return table
 
 

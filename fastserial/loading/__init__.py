@@ -1,1 +1,1 @@
-"""From the disk to storages: session, readers, prefetch."""
+"""From the disk to storages: session, readers, read-ahead."""

@@ -28,9 +28,9 @@ _HOST = "cpu"  # the location that torch leaves as it is
 def places_of(
     map_location: Any, stock: Any, fd: int, directory: Directory
 ) -> dict[str, torch.device] | None:
-    """Return the devices that storages go to as they are, by the names of their records.
+    """Return the devices to read storages to, by the names of their records.
 
-    Others stay on the host. None: all do, or only torch can decide.
+    The others stay on the host. None: all stay there, or only torch can decide.
 
     Args:
         map_location: of `torch.load`.
@@ -94,13 +94,13 @@ def _device(location: Any) -> torch.device | None:
 
 
 def _in_our_order(stock: Any) -> bool:
-    """Return whether no bytes need be swapped, which torch does on the host."""
+    """Return whether the bytes have our order; torch swaps them on the host."""
     name = "byteorder"
     return bool(stock.has_record(name) and stock.get_record(name) == sys.byteorder.encode())
 
 
 def _only_torchs_own() -> bool:
-    """Return whether nobody registered another function that moves storages to devices."""
+    """Return whether only torch's own functions move storages to devices."""
     serialization: Any = torch.serialization
     return all(
         getattr(restore, "func", restore).__module__ == serialization.__name__

@@ -8,7 +8,7 @@ from typing import Any
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.legacy.layout import COUNT
 from fastserial.loading.reader import FastFileReader
-from fastserial.loading.sinks import ExpectedSink, ReadExtent, storage_sink
+from fastserial.loading.sinks import BytesSink, ReadExtent, storage_sink
 from fastserial.memory.devices import has_streams
 from fastserial.memory.huge_pages import HugePages
 from fastserial.memory.storages import is_on_host
@@ -42,11 +42,13 @@ def read_storages(
         raise UnreadableCheckpointError("storages on other devices are torch's to read")
     reader.attend(untyped)
     extents: list[ReadExtent] = []
+    counts: list[tuple[BytesSink, bytes]] = []  # what is read, and what the pickle says
     host: list[tuple[int, int]] = []
     for key, storage in zip(keys, untyped, strict=True):
         nbytes, item = storage.nbytes(), storages[key].dtype.itemsize
-        count = COUNT.pack(nbytes // item)
-        extents.append(ReadExtent(offset, COUNT.size, ExpectedSink(count, f"the size of {key}")))
+        count = BytesSink(COUNT.size)
+        counts.append((count, COUNT.pack(nbytes // item)))
+        extents.append(ReadExtent(offset, COUNT.size, count))
         offset += COUNT.size
         if nbytes:
             if is_on_host(storage):
@@ -55,4 +57,6 @@ def read_storages(
             offset += nbytes
     HugePages().advise_all(host)
     reader.read_into(extents)
+    if any(count.data != expected for count, expected in counts):
+        raise CorruptCheckpointError("the size of a storage is not what the pickle says")
     return offset

@@ -1,13 +1,13 @@
 """From reads to blocks: the only module that cuts and coalesces reads of a file.
 
-Reads are cut at multiples of a range size, and what lies near each other within such a range is
-read together: two limits, as in pyarrow's `CacheOptions` (range size, hole size). `loading.policy`
-decides how a range is read:
+Reads are cut at multiples of a range size, and neighbouring reads within such a range are joined:
+two limits, as in pyarrow's `CacheOptions` (range size, hole size). `loading.policy` decides how a
+range is read:
 
-- through the page cache, one call reads the parts of a range into their final memory;
-- directly, only aligned bytes move: what has the same offset in memory as in the file, modulo the
-  alignment, is read in place, the rest arrives in a staging buffer and is copied;
-- what goes to a device passes through a staging buffer, or takes the device path.
+- Through the page cache, one call reads the parts of a range into their final memory.
+- Direct I/O moves aligned blocks only. Bytes with the same offset in memory as in the file, modulo
+  the alignment, are read in place; others arrive in a staging buffer and are copied.
+- Bytes for a device pass through a staging buffer, or take the device path.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ def plan_blocks(reads: Iterable[ReadExtent], pump: Pump) -> Iterator[Block]:
     """Yield blocks that fetch the reads, about in the order of the file.
 
     Args:
-        reads: what is wanted, in any order, all inside the file.
-        pump: what is to read them.
+        reads: in any order, all inside the file.
+        pump: reads the blocks.
     """
     for run in _coalesced(sorted(reads, key=attrgetter("offset")), pump.range_size):
         first, stop = run[0].offset, _end(run)
         if (block := _on_device_path(run, pump)) is not None:
             yield block
-        elif pump.policy.goes_direct(first, stop - first):
+        elif pump.policy.reads_directly(first, stop - first):
             yield from _direct(run, pump)
         else:
             yield from _cached(run, pump)
 
 
 def _coalesced(parts: Iterable[ReadExtent], size: int) -> Iterator[list[ReadExtent]]:
-    """Yield parts in runs that are read together, in the order of the file.
+    """Yield runs of parts that are read together, in the order of the file.
 
     Args:
         parts: in that order.
@@ -111,9 +111,9 @@ def _direct(run: Sequence[ReadExtent], pump: Pump) -> Iterator[Block]:
 
 
 def _aligned(part: ReadExtent, alignment: int, size: int) -> tuple[ReadExtent, Buffer] | None:
-    """Return what direct I/O can read to a part's memory, None: little, or nothing.
+    """Return what direct I/O can read to a part's memory; None: nothing, or too little.
 
-    That is all of the part, with more around it if there is memory for that, or what lies inside.
+    That is the whole part, with the bytes around it if there is memory for them, or its inside.
     """
     first, end = part.offset, part.end
     inner = first + -first % alignment, end - end % alignment
@@ -142,7 +142,7 @@ def _cached(run: Sequence[ReadExtent], pump: Pump) -> Iterator[Block]:
 
 
 def _memory_for(part: ReadExtent, pump: Pump) -> Buffer | None:
-    """Return the memory to read a part to; None: it shares a staging buffer with others."""
+    """Return the memory to read a part into; None: it shares a staging buffer with others."""
     large = part.length >= UNSTAGED
     if not pump.takes_any_memory or (pump.ring is not None and not large):
         return None
@@ -151,7 +151,7 @@ def _memory_for(part: ReadExtent, pump: Pump) -> Buffer | None:
 
 
 def _scattered(targets: Iterable[tuple[ReadExtent, Buffer]]) -> Iterator[Block]:
-    """Yield blocks of which each reads neighbours with one call, to the memory of each."""
+    """Yield blocks; each reads neighbouring parts with one call, into the memory of each."""
     parts: list[ReadExtent] = []
     buffers: list[Buffer] = []
     views: list[memoryview] = []
@@ -194,6 +194,6 @@ def _deliver(parts: Sequence[ReadExtent], begin: int, view: memoryview, address:
 def _deliver_scattered(
     parts: Sequence[ReadExtent], buffers: Sequence[Buffer], _: memoryview, __: int
 ) -> None:
-    """Deliver a scattered block: the sinks get what arrived in their memory."""
+    """Deliver a scattered block: each sink gets the bytes that arrived in its memory."""
     for part, buffer in zip(parts, buffers, strict=True):
         part.sink.deliver(buffer.view, buffer.address, part.start)

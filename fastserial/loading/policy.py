@@ -1,9 +1,8 @@
 """How a range of a file is read: through the page cache, directly, or on the device path.
 
-A cold file is read through the page cache in lanes. The kernel reads ahead of whoever reads a
-descriptor in order, into large folios; threads that share a descriptor read in no order. So the
-file is cut into spans, each is read in order on the descriptor of its lane, and the lanes
-alternate.
+A cold file is read through the page cache in lanes. The kernel reads ahead, into large folios, on a
+descriptor that is read in order; threads that share a descriptor do not read in order. So the file
+is cut into spans. Each is read in order on the descriptor of its lane, and the lanes alternate.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _log = logging.getLogger("fastserial")
 
 
 class ReadPolicy:
-    """Decides for one file, and holds the descriptors that the decisions need.
+    """Decides how one file is read, and holds the descriptors for it.
 
     Attributes:
         alignment: of offset, length and memory of direct reads (bytes).
@@ -84,27 +83,27 @@ class ReadPolicy:
         """Whether every range is read through the page cache."""
         return self.direct_fd < 0
 
-    def goes_direct(self, offset: int, length: int) -> bool:
-        """Return whether these bytes are to be read directly: they are not in the page cache."""
+    def reads_directly(self, offset: int, length: int) -> bool:
+        """Return whether to read these bytes with direct I/O: they are not in the page cache."""
         if self.never_direct or self._refused:
             return False
         return not self._is_cached(offset, length)
 
     def takes_device_path(self, device: torch.device, offset: int, length: int) -> bool:
-        """Return whether these bytes are to be read to a device without the host."""
+        """Return whether to read these bytes to a device without the host."""
         if self.device_path is None or not self.device_path.takes(device, offset, length):
             return False
         return not self._is_cached(offset, length)
 
     def _is_cached(self, offset: int, length: int) -> bool:
-        """Return whether bytes are better read through the page cache: most are in it."""
+        """Return whether to read bytes through the page cache: most of them are in it."""
         if self._config.direct is True:
             return False
         fraction = cached_fraction(self._fd, offset, length)
         return fraction is not None and fraction >= MOSTLY_CACHED
 
     def descriptor(self, offset: int) -> int:
-        """Return what to read a byte of the file from through the page cache."""
+        """Return the descriptor for reading a byte of the file through the page cache."""
         return self.lanes[lane_of(offset, len(self.lanes))] if self.lanes else self._fd
 
     def refuse_direct(self) -> None:
@@ -151,7 +150,7 @@ class ReadPolicy:
             ring: the staging buffers of what passes through the host, if anything does.
             devices: the devices.
             taken: the transfer type of what passes through the host.
-            engine: what reads.
+            engine: reads the blocks.
         """
         from fastserial.engines.gds.memory import offer  # not without a device
 

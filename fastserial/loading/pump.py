@@ -1,9 +1,8 @@
 """Blocks of one file from an engine into memory, several at a time.
 
-The pump submits what it is given, reaps what is done, and recovers: a direct read that fails is
-done again through the page cache. A block arrives in a staging buffer, or in memory of its own, and
-is then delivered: copied to where it belongs and checksummed, by the thread that read it, while
-other blocks are being read.
+The pump submits blocks, reaps completions, and recovers: a direct read that the file system refuses
+is repeated through the page cache. A block arrives in a staging buffer, or in its final memory. The
+thread that read it then delivers it (copies and checksums it), while other blocks are being read.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Block:
             they arrived in pieces.
         target: where they arrive before that.
         direct: read it directly.
-        arrived: called with the block by the thread that reaps it.
+        arrived: called with the block, by the thread that reaps it.
     """
 
     offset: int
@@ -159,18 +158,18 @@ class Pump:
     def stage_in(
         self, ring: Ring | None, devices: Collection[torch.device], taken: Transfer
     ) -> None:
-        """Use the buffers of a ring as staging buffers from here on; it is closed with this.
+        """Use the buffers of a ring as staging buffers from here on; `close` closes it.
 
         Args:
-            ring: where blocks for devices pass through that go by the host, if any do.
+            ring: the staging buffers of blocks to devices, None if no block needs one.
             devices: the devices.
-            taken: the transfer type of those blocks.
+            taken: their transfer type.
         """
         self.ring = ring
         self.policy.serve_devices(ring, devices, taken, self._engine)
 
     def join(self, devices: Collection[torch.device]) -> None:
-        """Prepare for blocks for more devices, or later ones, after `stage_in`."""
+        """Prepare for more blocks to devices, after `stage_in`."""
         if self.ring is not None:
             self.ring.join(devices)
         if self.policy.device_path is not None:

@@ -33,8 +33,8 @@ __all__ = ["FastFileReader", "OccasionalReader", "report_load"]
 class FastFileReader:
     """A regular file, open for reading at any offset.
 
-    Bytes that are in the page cache are read through it, others directly, both in blocks of
-    `block_size`, `queue_depth` of them at once. For use by one thread at a time.
+    Bytes in the page cache are read through it, others with direct I/O, in blocks of `block_size`,
+    `queue_depth` of them at once. For use by one thread at a time.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ _STACK = 8 * MiB  # where the limit on stacks is none
 
 
 class LoadSession:
-    """One `torch.load`: a context manager that opens and closes as torch's own would."""
+    """One `torch.load`: a context manager that opens and closes the file as torch's own does."""
 
     def __init__(self, opener: Any) -> None:
         self.opener = opener

@@ -1,11 +1,10 @@
-"""Destinations of the bytes of a read extent: host memory, a device, or a comparison."""
+"""Destinations of the bytes of a read extent: host memory or a device."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from fastserial.checksums import CrcLedger, crc32
-from fastserial.errors import CorruptCheckpointError
 from fastserial.memory.buffers import Buffer, host_buffer, own_buffer
 from fastserial.memory.storages import HostMemory, is_on_host, memmove
 
@@ -18,7 +17,6 @@ __all__ = [
     "BytesSink",
     "CheckedSink",
     "DeviceSink",
-    "ExpectedSink",
     "HostSink",
     "ReadExtent",
     "Sink",
@@ -27,10 +25,10 @@ __all__ = [
 
 
 class Sink(Protocol):
-    """Takes the bytes of one extent, in pieces, in any order, on any thread."""
+    """Receives the bytes of one extent, in pieces, in any order, on any thread."""
 
     def deliver(self, view: memoryview, address: int, start: int) -> None:
-        """Take `view`, at host address `address`: the extent's bytes from `start` on."""
+        """Receive `view`, at host address `address`: the extent's bytes from `start` on."""
 
     def memory_for(self, start: int, length: int) -> Buffer | None:
         """Return host memory that these bytes may be read into before they are delivered.
@@ -58,10 +56,9 @@ class ReadExtent(NamedTuple):
 
 
 class HostSink(HostMemory):
-    """Host memory that takes the bytes of an extent.
+    """Host memory that receives the bytes of an extent.
 
-    Before and after it there are `spare` bytes that may be written, too: by direct reads, which
-    move whole blocks only.
+    The `spare` bytes before and after it may be written, too: direct reads move whole blocks.
     """
 
     __slots__ = ("_spare",)
@@ -83,8 +80,8 @@ class HostSink(HostMemory):
 class DeviceSink:
     """Bytes of a tensor on a device, given as one-dimensional uint8.
 
-    What arrives in a buffer of the ring is still being copied when `deliver` returns, until the
-    ring has settled.
+    Bytes in a buffer of the ring are still being copied when `deliver` returns, until the ring has
+    settled.
     """
 
     __slots__ = ("_bytes", "_ring")
@@ -131,23 +128,6 @@ class BytesSink(HostSink):
     def memory_for(self, start: int, length: int) -> Buffer | None:
         whole = length == self.nbytes
         return self._buffer if whole else super().memory_for(start, length)
-
-
-class ExpectedSink:
-    """Compares bytes with those expected; a difference is an error."""
-
-    __slots__ = ("_expected", "_what")
-
-    def __init__(self, expected: bytes, what: str) -> None:
-        self._expected = expected
-        self._what = what
-
-    def deliver(self, view: memoryview, address: int, start: int) -> None:
-        if view != self._expected[start : start + len(view)]:
-            raise CorruptCheckpointError(f"{self._what} is not what the pickle says")
-
-    def memory_for(self, start: int, length: int) -> Buffer | None:
-        return None
 
 
 class CheckedSink:

@@ -1,7 +1,7 @@
 """FastZipReader: stands in for torch's PyTorchFileReader in `_load`.
 
-torch's own reader still serves the pickle and the small records, and every storage that is not as
-expected; the others come from the prefetch.
+torch's own reader still reads the pickle, the small records, and every storage that is not as
+expected; the prefetch reads the others.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
@@ -161,6 +162,9 @@ def _read_ahead(
     devices: dict[str, torch.device] | None,
 ) -> None:
     """Start reading the records; where that is impossible, torch's reader reads all of them."""
+    if sys.is_finalizing():  # torch aborts if our memory is freed while the program ends
+        load.fallback = "the interpreter is shutting down"
+        return
     try:
         reader = load.open_reader(source, source.size if devices is None else 0)
         load.prefetch = Prefetch(reader, records, load.config.verify_on_load, devices)

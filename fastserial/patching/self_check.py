@@ -9,6 +9,7 @@ import torch
 from fastserial.checksums import crc32
 from fastserial.formats.extents import Literal
 from fastserial.formats.zip.layout import ZipLayout
+from fastserial.memory.storages import HostMemory
 from fastserial.saving.torch_writer import (
     DEFAULT_ALIGNMENT,
     PieceSink,
@@ -43,7 +44,7 @@ def _same_layout(align: int) -> bool:
     for name, data in _PROBE:
         if isinstance(data, int):
             writer.write_record_metadata(name, data)
-            layout.add_hole(name, data)
+            layout.add_memory(name, HostMemory(0, data, None), b"", crc=0)
         else:
             writer.write_record(name, data, len(data))
             layout.add_bytes(name, data, crc32(data))

@@ -21,7 +21,7 @@ from support.loading import FORCED, attempt, both, forced, last_report
 
 import fastserial
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
-from fastserial.formats.source import DescriptorSource
+from fastserial.formats.source import BytesSource
 from fastserial.formats.zip.directory import read_directory
 
 DIRECT, VERIFIED = FORCED["direct"], FORCED["verified"]
@@ -43,19 +43,10 @@ def checkpoint(fmt: str = "zip") -> bytes:
     return buffer.getvalue()
 
 
-def places(data: bytes, folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Per record: start and end of its data, and where its central entry is."""
-    path = folder / "places"
-    path.write_bytes(data)
-    with open(path, "rb") as file:
-        directory = read_directory(DescriptorSource(file.fileno()))
-    found = {}
-    at = directory.end.directory_offset
-    for record in directory.records:
-        found[record.name] = (record.data_offset, record.data_end, at)
-        extra = struct.unpack_from("<HHH", data, at + 28)
-        at += _CENTRAL + sum(extra)
-    return found
+def places(data: bytes) -> dict[str, tuple[int, int]]:
+    """Per record: start and end of its data."""
+    records = read_directory(BytesSource(data)).records
+    return {record.name: (record.data_offset, record.data_end) for record in records}
 
 
 def damaged(data: bytes, seed: int) -> bytes:
@@ -127,7 +118,7 @@ def test_random_damage(fmt: str, tmp_path: Path) -> None:
 def test_every_record_is_verified(tmp_path: Path) -> None:
     data = checkpoint()
     path = tmp_path / "f.pt"
-    for name, (start, end, _) in places(data, tmp_path).items():
+    for name, (start, end) in places(data).items():
         read = name.startswith("data/") or name in ("data.pkl", "byteorder")
         if not read or start == end:
             continue
@@ -178,7 +169,7 @@ def test_verified_although_torch_reads(tmp_path: Path) -> None:
     report = last_report()
     assert (report.verified, report.engine, report.bytes) == (True, "torch", 0)
     assert report.fallback
-    for name, (start, end, _) in places(data, tmp_path).items():
+    for name, (start, end) in places(data).items():
         if not name.startswith("data/") or start == end:
             continue
         broken = bytearray(data)
@@ -201,9 +192,9 @@ def test_truncated_everywhere(tmp_path: Path) -> None:
 # --- hostile zips -------------------------------------------------------------------------------
 
 
-def _pickle_asks_for_more(data: bytes, folder: Path) -> bytes:
+def _pickle_asks_for_more(data: bytes) -> bytes:
     """The tensor's storage is larger in the pickle than in its record."""
-    start, end, _ = places(data, folder)["data.pkl"]
+    start, end = places(data)["data.pkl"]
     count = b"J" + struct.pack("<i", 20_000)
     short = b"M" + struct.pack("<H", 20_000)
     body = data[start:end]
@@ -229,10 +220,10 @@ def _bomb(data: bytes) -> bytes:
     return bytes(out)
 
 
-HOSTILE: dict[str, Callable[[Path], bytes]] = {
-    **{name: lambda folder, name=name: hostile()[name] for name in hostile()},  # type: ignore[misc]
-    "inflated size": lambda folder: _bomb(checkpoint()),
-    "size in the pickle": lambda folder: _pickle_asks_for_more(checkpoint(), folder),
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    **{name: lambda name=name: hostile()[name] for name in hostile()},  # type: ignore[misc]
+    "inflated size": lambda: _bomb(checkpoint()),
+    "size in the pickle": lambda: _pickle_asks_for_more(checkpoint()),
 }
 
 
@@ -241,7 +232,7 @@ HOSTILE: dict[str, Callable[[Path], bytes]] = {
 def test_hostile_zips(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     """An error that stock's callers catch, and no memory that the file does not justify."""
     path = tmp_path / "f.pt"
-    path.write_bytes(HOSTILE[name](tmp_path))
+    path.write_bytes(HOSTILE[name]())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with fast(**options):
         got = attempt(lambda: torch.load(path))

@@ -13,14 +13,14 @@ import torch
 
 import fastserial
 from fastserial.checksums import CrcLedger, crc32
-from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Source
+from fastserial.formats.extents import Data, DescriptorPatch, Extent, ExtentSource, Literal
 from fastserial.memory.storages import storage_memory
 from fastserial.saving import fill
 
 NOISE = random.Random(7).randbytes(3_000_000)
 
 
-def one_after_another(*sources: Source) -> list[Extent]:
+def one_after_another(*sources: ExtentSource) -> list[Extent]:
     extents, offset = [], 0
     for source in sources:
         extents.append(Extent(offset, source.length, source))

@@ -20,7 +20,7 @@ from typing import NamedTuple, cast
 
 from fastserial.config.performance import COPIED_RECORD
 from fastserial.errors import LayoutError
-from fastserial.formats.extents import Data, DescriptorPatch, Extent, Hole, Literal, Packed, Trailer
+from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Packed, Trailer
 from fastserial.formats.zip import structs
 from fastserial.formats.zip.structs import CENTRAL, DESCRIPTOR, FIELD, LOCAL, U32, UTF8
 from fastserial.memory.storages import Batch, Memory
@@ -163,9 +163,17 @@ class ZipLayout:
         if data:
             self._close(data[:8])
 
-    def add_memory(self, name: str, memory: Memory, head: bytes) -> None:
-        """Add a storage; `head` holds its first 8 bytes, if it has as many."""
-        self._open(name, memory.nbytes, None if self.checksums and memory.nbytes else 0)
+    def add_memory(self, name: str, memory: Memory, head: bytes, crc: int | None = None) -> None:
+        """Add a storage.
+
+        Args:
+            name: of the record.
+            memory: its bytes.
+            head: the first 8 of them, if there are as many.
+            crc: their CRC-32, None: it is computed while they are copied.
+        """
+        known = crc if self.checksums and memory.nbytes else 0
+        self._open(name, memory.nbytes, known)
         if memory.nbytes:
             self._put(memory, len(self.names) - 1)
             self._close(head)
@@ -173,7 +181,8 @@ class ZipLayout:
     def add_storages(self, names: Sequence[str], batch: Batch) -> None:
         """Add storages as records called `names`; the batch's memory must stay valid."""
         record = len(self.names)
-        headers, texts = self._open_all(names, batch.sizes)
+        known = [None if size and self.checksums else 0 for size in batch.sizes]
+        headers, texts = self._open_all(names, batch.sizes, known)
         for index, head in batch.beginning_with(
             structs.DESCRIPTOR_SIGNATURE, _LOOKALIKE_BYTES
         ).items():
@@ -194,7 +203,7 @@ class ZipLayout:
                     self._append(self._descriptor(record + begin, 0))
 
     def _open_all(
-        self, names: Sequence[str], sizes: Sequence[int]
+        self, names: Sequence[str], sizes: Sequence[int], crcs: Sequence[int | None]
     ) -> tuple[list[int], list[bytes]]:
         """Register records in a row; return offsets (bytes) and texts of their local headers.
 
@@ -208,17 +217,23 @@ class ZipLayout:
         for full_name, size in zip(full_names, sizes, strict=True):
             headers.append(cursor)
             length = len(full_name)
+            before = cursor + _LOCAL_BYTES + length
             if 0 < size < U32 and cursor < U32:
-                padding = -(cursor + _LOCAL_BYTES + length) % align
+                padding = -before % align
                 form = forms.get((length, padding))
                 if form is None:
-                    form = self._form(length, padding)
+                    filler = structs.padding_field(padding)
+                    form = (_LOCAL_START + _LENGTHS.pack(length, len(filler)), filler)
+                    forms[length, padding] = form
                 texts.append(form[0] + full_name + form[1])
-                cursor += _LOCAL_BYTES + length + padding + size + DESCRIPTOR.size
+                cursor = before + padding + size + DESCRIPTOR.size
             else:
-                text = self._header(full_name, size, cursor)
-                texts.append(text)
-                cursor += len(text) + size
+                zip64 = len(structs.zip64_field(size, 0, cursor))
+                padding = -(before + zip64) % align
+                flags = _FLAGS if size else UTF8
+                texts.append(structs.local_header(full_name, size, cursor, padding, flags))
+                self._directory_bytes += zip64
+                cursor = before + zip64 + padding + size
                 if size:
                     cursor += structs.descriptor_form(size, headers[-1]).size
         self._cursor = cursor
@@ -226,9 +241,7 @@ class ZipLayout:
         self._full_names += full_names
         self._sizes += sizes
         self._headers += headers
-        self._crcs += (
-            [None if size else 0 for size in sizes] if self.checksums else [0] * len(sizes)
-        )
+        self._crcs += crcs
         self._directory_bytes += _CENTRAL.size * len(names) + sum(map(len, full_names))
         return headers, texts
 
@@ -250,13 +263,6 @@ class ZipLayout:
         pack = Packed(length, first, sizes, gaps, seal, batch, begin)
         self._extents.append(Extent(start, length, pack))
         self._cursor = limit
-
-    def add_hole(self, name: str, nbytes: int) -> None:
-        """Add a record of `nbytes` bytes that are not written and have no CRC-32."""
-        self._open(name, nbytes, 0)
-        if nbytes:
-            self._emit(Hole(nbytes))
-            self._close(b"")
 
     def finish(self, names_hash: str, crc_of: Callable[[bytes], int]) -> ZipPlan:
         """Add the serialization id and the central directory, and return the plan.
@@ -319,49 +325,23 @@ class ZipLayout:
             self._bytes.clear()
             self._patched_by = None
 
-    def _emit(self, source: Data | Hole | Literal) -> None:
+    def _emit(self, source: Data | Literal) -> None:
         self._flush()
         self._extents.append(Extent(self._cursor, source.length, source))
         self._cursor += source.length
 
     def _put(self, memory: Memory, record: int) -> None:
         """Append a storage; its CRC-32 is inserted into the descriptor that follows."""
-        self._emit(Data(memory, memory.nbytes, record if self.checksums else None))
-        if self.checksums:
+        wanted = self._crcs[record] is None
+        self._emit(Data(memory, memory.nbytes, record if wanted else None))
+        if wanted:
             self._patched_by = record
 
     def _open(self, name: str, size: int, crc: int | None) -> None:
         """Append a record's local header; its data must follow."""
-        full_name = self._prefix + name.encode()
-        header = self._cursor
-        self._append(self._header(full_name, size, header))
-        self._directory_bytes += _CENTRAL.size + len(full_name)
-        self.names.append(name)
-        self._full_names.append(full_name)
-        self._sizes.append(size)
-        self._headers.append(header)
-        self._crcs.append(crc)
-
-    def _header(self, full_name: bytes, size: int, header: int) -> bytes:
-        """Return the local header at byte `header`, and count its part of the directory."""
-        length = len(full_name)
-        before = header + _LOCAL_BYTES + length
-        if 0 < size < U32 and header < U32:
-            start, filler = self._form(length, -before % self._alignment)
-            return start + full_name + filler
-        zip64 = len(structs.zip64_field(size, 0, header))
-        self._directory_bytes += zip64
-        padding = -(before + zip64) % self._alignment
-        return structs.local_header(full_name, size, header, padding, _FLAGS if size else UTF8)
-
-    def _form(self, length: int, padding: int) -> tuple[bytes, bytes]:
-        """Return what is before and after a name of `length` bytes in a plain local header."""
-        form = self._forms.get((length, padding))
-        if form is None:
-            filler = structs.padding_field(padding)
-            form = (_LOCAL_START + _LENGTHS.pack(length, len(filler)), filler)
-            self._forms[length, padding] = form
-        return form
+        headers, texts = self._open_all([name], [size], [crc])
+        self._cursor = headers[0]
+        self._append(texts[0])
 
     def _close(self, head: bytes) -> None:
         """Append the last record's data descriptor, and note the lookalike."""
