@@ -48,23 +48,8 @@ def _lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
         yield "options" if not index else "", f"{option.name} = {option.value}{source}"
     refused = found.small_pages
     yield "huge pages", f"none: {refused}" if refused else "given when asked for"
-    yield from _gpus(found)
     if found.folder is not None:
         yield from _folder(found.folder)
-
-
-def _gpus(found: Diagnosis) -> Iterator[tuple[str, str]]:
-    host = found.gpus
-    if host is None:
-        yield "GPUs", "no driver of NVIDIA's"
-        return
-    yield "GPUs", f"driver {host.driver}"
-    yield "cuFile", f"would go by {host.gds}; used if transfer asks for it (docs/guide/gpu.md)"
-    yield "", f"nvidia-fs: {host.nvidia_fs or 'not loaded'}"
-    lacks = ", ".join(host.p2pdma_lacks)
-    yield "", f"P2PDMA: {'lacks ' + lacks if lacks else 'what it needs is there'}"
-    compat = {None: "not set", True: "allowed", False: "not allowed"}[host.compat]
-    yield "", f"cufile.json: {host.cufile_json or 'none'}, compatibility mode {compat}"
 
 
 def _torch(found: Diagnosis) -> str:
@@ -95,8 +80,6 @@ def _folder(folder: FolderFacts) -> Iterator[tuple[str, str]]:
         yield "", f"not writable: {folder.problem}"
         return
     yield "", f"direct I/O: {_direct(folder)}"
-    yield "", f"nameless temporary files: {'yes' if folder.unnamed_files else 'no'}"
-    yield "", f"preallocation: {'yes' if folder.preallocates else 'no'}"
     for name in folder.leftovers:
         yield "", f"left by a killed save: {name}"
 
