@@ -41,13 +41,10 @@ def describe_machine(found: dict[str, Any]) -> str:
 
 def describe_folder(folder: FolderFacts) -> str:
     """Return file system and device in one line."""
-    device = folder.device
-    words = [folder.file_system, f"on {device.name} {device.model}".rstrip() * bool(device.name)]
-    if device.backing_file:
-        words.append(f"(a loop device over {printable(device.backing_file)})")
+    device = f" on {printable(folder.device)}" if folder.device else ""
     direct = "no direct I/O" if folder.direct_problem or not folder.alignment else "direct I/O"
     free = format_bytes(folder.free_bytes)
-    return f"{' '.join(filter(None, words))}, {free} free, {direct}"
+    return f"{folder.file_system}{device}, {free} free, {direct}"
 
 
 def _cpu() -> str:

@@ -70,11 +70,7 @@ def _boot(found: Diagnosis) -> str:
 
 def _folder(folder: FolderFacts) -> Iterator[tuple[str, str]]:
     yield "folder", folder.path
-    device = folder.device
-    words = [folder.file_system, f"on {device.name}" if device.name else "", device.model]
-    if device.backing_file:
-        words.append(f"(backed by {device.backing_file})")
-    yield "", " ".join(word for word in words if word)
+    yield "", f"{folder.file_system} on {folder.device}" if folder.device else folder.file_system
     yield "", f"{format_bytes(folder.free_bytes)} free"
     if folder.problem is not None:
         yield "", f"not writable: {folder.problem}"

@@ -18,18 +18,9 @@ from fastserial.files.linux import DirectAlignment, block_node, first_line
 from fastserial.interrupts import Descriptors
 from fastserial.memory.buffers import BufferPool
 
-__all__ = ["Device", "FolderFacts", "device_of", "folder_problem", "leftovers", "probe_folder"]
+__all__ = ["FolderFacts", "folder_problem", "leftovers", "probe_folder"]
 
 _YOUNG = 5.0  # seconds; a younger temporary file may be about to be locked by its owner
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """The block device of a folder. What the kernel does not report is empty."""
-
-    name: str
-    model: str
-    backing_file: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +29,7 @@ class FolderFacts:
 
     Attributes:
         problem: why no file can be created there; then the rest is not known.
+        device: name and model of the block device, empty if there is none (tmpfs, NFS, overlay).
         alignment: what direct I/O needs; None: the kernel says the file system has none.
         direct_problem: why a direct write failed; None: it worked.
         leftovers: temporary files of killed saves.
@@ -46,7 +38,7 @@ class FolderFacts:
     path: str
     problem: str | None
     file_system: str
-    device: Device
+    device: str
     free_bytes: int
     alignment: DirectAlignment | None = None
     direct_problem: str | None = None
@@ -62,7 +54,7 @@ def probe_folder(folder: Path) -> FolderFacts:
     stats = os.statvfs(folder)
     free = stats.f_bavail * stats.f_frsize
     where = str(folder.absolute())
-    kind, device = linux.kind_of(where), device_of(folder)
+    kind, device = linux.kind_of(where), _device_of(folder)
     left = leftovers(folder)
     found = FolderFacts(where, None, kind, device, free, leftovers=left)
     try:
@@ -105,15 +97,16 @@ def _abandoned(path: str) -> bool:
         return False
 
 
-def device_of(path: Path) -> Device:
-    """Return the device of a path; its name is empty if there is none (tmpfs, NFS, overlay)."""
+def _device_of(path: Path) -> str:
+    """Return name and model of the block device of a path."""
     node = block_node(os.stat(path).st_dev)
     if node is None:
-        return Device("", "", "")
+        return ""
     # a partition has its queue and model one level up
     disk = node if (node / "queue").is_dir() else node.parent
-    model, backing_file = first_line(disk / "device/model"), first_line(disk / "loop/backing_file")
-    return Device(node.name, model, backing_file)
+    backing = first_line(disk / "loop/backing_file")
+    over = f"(a loop device over {backing})" if backing else ""
+    return " ".join(filter(None, (node.name, first_line(disk / "device/model"), over)))
 
 
 def _try_direct(fd: int, alignment: DirectAlignment | None) -> str | None:

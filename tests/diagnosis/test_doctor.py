@@ -46,8 +46,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def healthy() -> Diagnosis:
     """A machine and a folder without a fault."""
-    device = folder_module.Device("sda", "Disk", "")
-    folder = FolderFacts("/data", None, "ext4", device, 1 << 40, DirectAlignment(4, 512, True))
+    folder = FolderFacts("/data", None, "ext4", "sda", 1 << 40, DirectAlignment(4, 512, True))
     patched = Torch("2.13.0", "v2.13", True, ("torch.serialization._save",))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(examine_module, "_torch", lambda: patched)
