@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from fastserial.checkpoints.convert import part_of
-from fastserial.checkpoints.load import load
 from fastserial.checkpoints.tensor_read import (
     direct_extent,
     meta_of,
@@ -28,7 +26,7 @@ from fastserial.checkpoints.tensor_read import (
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.config.performance import FEW_BYTES
-from fastserial.errors import ConvertError, LoadMismatchError, UnreadableTensorError
+from fastserial.errors import LoadMismatchError, UnreadableTensorError
 from fastserial.formats.container import Container
 from fastserial.formats.tensors import TensorEntry
 from fastserial.loading.reader import FastFileReader, report_load
@@ -87,9 +85,8 @@ def load_into(
 
     Keys must match as for `load_state_dict`; keys of nested dictionaries and lists are joined by
     dots. Values of a dictionary that are not tensors are not changed. The pickle is read, but never
-    executed, and hooks of modules are not run, with one exception: a module whose `state_dict` has
-    values outside of its own memory (extra states, persistent metrics, copies) is filled by its
-    `load_state_dict`, from `torch.load(path, weights_only=True)`: the host holds a copy meanwhile.
+    executed, and hooks of modules are not run. A module whose `state_dict` has values outside of
+    its own memory (extra states, persistent metrics, copies) is refused.
 
     Args:
         target: what to fill, in place.
@@ -104,9 +101,8 @@ def load_into(
         The keys without a partner.
 
     Raises:
-        LoadMismatchError: keys, dtypes or shapes differ, or two targets share a part of their
-            memory; nothing was changed. A `RuntimeError`.
-        Exception: what `torch.load` and `load_state_dict` raise, if the module is filled by these.
+        LoadMismatchError: keys, dtypes or shapes differ, two targets share a part of their memory,
+            or a module's state is not in its memory; nothing was changed. A `RuntimeError`.
         CorruptCheckpointError: the file is damaged, or changed while it was read.
         OSError: it cannot be read.
     """
@@ -116,8 +112,7 @@ def load_into(
     state: Any = target
     if isinstance(target, torch.nn.Module):
         state = dict(target.state_dict())
-        if not _is_in_memory_of(target, state):
-            return _load_state_dict(target, path, key, strict, verify)
+        _refuse_copies(target, state)
     wanted = _tensors(state)
     with FastFileReader(path, config) as reader:
         checked = verify and refuse_damaged(reader.name, reader.fd, config)
@@ -149,8 +144,12 @@ def load_into(
 # -- modules whose state is not in their memory --------------------------------------------------
 
 
-def _is_in_memory_of(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
-    """Return whether filling these values fills the module: none is a copy, or no tensor."""
+def _refuse_copies(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Refuse a state with copies, or with values that are no tensors: filling it has no effect.
+
+    Raises:
+        LoadMismatchError: it has such values.
+    """
     spots = {
         _spot(value)
         for one in module.modules()
@@ -159,7 +158,12 @@ def _is_in_memory_of(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
         if isinstance(value, torch.Tensor)
     }
     spots.add(None)
-    return all(isinstance(one, torch.Tensor) and _spot(one) in spots for one in state.values())
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or _spot(value) not in spots:
+            raise LoadMismatchError(
+                f"{key!r} in the state_dict() of this {type(module).__name__} is not in its memory "
+                "(an extra state, or a copy): use module.load_state_dict(fastserial.load(path))"
+            )
 
 
 def _spot(tensor: torch.Tensor) -> tuple[torch.device, int] | None:
@@ -169,22 +173,6 @@ def _spot(tensor: torch.Tensor) -> tuple[torch.device, int] | None:
     except (NotImplementedError, RuntimeError):
         return None
     return (tensor.device, address) if address else None
-
-
-def _load_state_dict(
-    module: torch.nn.Module, path: str | os.PathLike[str], key: str, strict: bool, verify: bool
-) -> LoadedKeys:
-    with open(path, "rb") as file:
-        open_readable(file.fileno(), os.fspath(path))  # refuses pickles that could end the process
-        whole = load(file, map_location="cpu", weights_only=True, verify=verify)
-    try:
-        state = part_of(whole, key)
-    except ConvertError as error:
-        raise LoadMismatchError(str(error)) from error
-    # the user's own method may not take `strict`
-    found = module.load_state_dict(state, **({} if strict else {"strict": False}))
-    missing, unexpected = (getattr(found, f"{what}_keys", ()) for what in ("missing", "unexpected"))
-    return LoadedKeys(list(missing), list(unexpected))
 
 
 # -- what is to be filled ------------------------------------------------------------------------

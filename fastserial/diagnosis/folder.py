@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
 import stat
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastserial.config.performance import PAGE
@@ -19,20 +18,9 @@ from fastserial.files.linux import DirectAlignment, block_node, first_line
 from fastserial.interrupts import Descriptors
 from fastserial.memory.buffers import BufferPool
 
-__all__ = ["Device", "FolderFacts", "device_of", "folder_problem", "leftovers", "probe_folder"]
+__all__ = ["FolderFacts", "folder_problem", "leftovers", "probe_folder"]
 
 _YOUNG = 5.0  # seconds; a younger temporary file may be about to be locked by its owner
-_TRIAL_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """The block device of a folder. What the kernel does not report is empty or None."""
-
-    name: str
-    model: str
-    nbytes: int | None
-    backing_file: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +29,19 @@ class FolderFacts:
 
     Attributes:
         problem: why no file can be created there; then the rest is not known.
+        device: name and model of the block device, empty if there is none (tmpfs, NFS, overlay).
         alignment: what direct I/O needs; None: the kernel says the file system has none.
         direct_problem: why a direct write failed; None: it worked.
-        unnamed_files: files without a name (O_TMPFILE): a killed save leaves nothing.
-        preallocates: space can be reserved (fallocate).
         leftovers: temporary files of killed saves.
     """
 
     path: str
     problem: str | None
     file_system: str
-    device: Device
+    device: str
     free_bytes: int
     alignment: DirectAlignment | None = None
     direct_problem: str | None = None
-    unnamed_files: bool = False
-    preallocates: bool = False
     leftovers: tuple[str, ...] = ()
 
 
@@ -69,25 +54,16 @@ def probe_folder(folder: Path) -> FolderFacts:
     stats = os.statvfs(folder)
     free = stats.f_bavail * stats.f_frsize
     where = str(folder.absolute())
-    kind, device = linux.kind_of(where), device_of(folder)
+    kind, device = linux.kind_of(where), _device_of(folder)
     left = leftovers(folder)
+    found = FolderFacts(where, None, kind, device, free, leftovers=left)
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".fastserial-probe-") as file:
-            fd = file.fileno()
-            return FolderFacts(
-                where,
-                None,
-                kind,
-                device,
-                free,
-                linux.direct_alignment(fd),
-                _try_direct(fd),
-                _has_unnamed_files(folder),
-                _preallocates(fd),
-                left,
-            )
+            alignment = linux.direct_alignment(file.fileno())
+            problem = _try_direct(file.fileno(), alignment)
+            return replace(found, alignment=alignment, direct_problem=problem)
     except OSError as error:
-        return FolderFacts(where, error.strerror or str(error), kind, device, free, leftovers=left)
+        return replace(found, problem=error.strerror or str(error))
 
 
 def folder_problem(folder: Path) -> str | None:
@@ -121,24 +97,20 @@ def _abandoned(path: str) -> bool:
         return False
 
 
-def device_of(path: Path) -> Device:
-    """Return the device of a path; its name is empty if there is none (tmpfs, NFS, overlay)."""
+def _device_of(path: Path) -> str:
+    """Return name and model of the block device of a path."""
     node = block_node(os.stat(path).st_dev)
     if node is None:
-        return Device("", "", None, "")
+        return ""
     # a partition has its queue and model one level up
     disk = node if (node / "queue").is_dir() else node.parent
-    sectors = first_line(node / "size")
-    return Device(
-        node.name,
-        first_line(disk / "device/model"),
-        int(sectors) * 512 if sectors.isdecimal() else None,
-        first_line(disk / "loop/backing_file"),
-    )
+    backing = first_line(disk / "loop/backing_file")
+    over = f"(a loop device over {backing})" if backing else ""
+    return " ".join(filter(None, (node.name, first_line(disk / "device/model"), over)))
 
 
-def _try_direct(fd: int) -> str | None:
-    alignment = linux.direct_alignment(fd)
+def _try_direct(fd: int, alignment: DirectAlignment | None) -> str | None:
+    """Return why a direct write to a file fails, None if it works."""
     size = max(PAGE, alignment.offset if alignment is not None else 0)
     pool = BufferPool(1, size)
     files = Descriptors()
@@ -157,20 +129,3 @@ def _try_direct(fd: int) -> str | None:
         files.close()
         pool.close()
     return None
-
-
-def _has_unnamed_files(folder: Path) -> bool:
-    try:
-        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
-    except OSError:
-        return False
-    return True
-
-
-def _preallocates(fd: int) -> bool:
-    try:
-        return linux.preallocate(fd, 0, _TRIAL_BYTES)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            return True
-        raise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fastserial.patching.install import status
@@ -72,12 +73,10 @@ class Summary:
         stock = f"torch.save and torch.load are stock ({self.reason})"
         if used:  # by `save_async`, a `Checkpointer`, a plugin: they need no `install()`
             stock = f"used through its own functions; {stock}"
-        state = "installed" if self.installed else stock
-        lines = [f"fastserial{_rank()}: {state}"]
-        for name, one in (("saves", self.saves), ("loads", self.loads)):
-            lines.append(_line(name, one))
-            lines += _causes("by torch itself", one.why_torch)
-            lines += _causes("slower than possible", one.why_slower)
+        rank = os.environ.get("RANK")
+        who = f"fastserial (rank {rank})" if rank else "fastserial"
+        first = f"{who}: {'installed' if self.installed else stock}"
+        lines = (first, *_lines("saves", self.saves), *_lines("loads", self.loads))
         return "\n".join(map(printable, lines))
 
 
@@ -100,14 +99,8 @@ def print_summary() -> None:
 
 
 def _direction(counts: Counts) -> Direction:
-    return Direction(
-        counts.count,
-        counts.by_torch,
-        counts.nbytes,
-        counts.seconds,
-        _causes_of(counts.reasons),
-        _causes_of(counts.slower),
-    )
+    moved = counts.count, counts.by_torch, counts.nbytes, counts.seconds
+    return Direction(*moved, _causes_of(counts.reasons), _causes_of(counts.slower))
 
 
 def _causes_of(reasons: dict[str | None, int]) -> tuple[Cause, ...]:
@@ -118,25 +111,14 @@ def _causes_of(reasons: dict[str | None, int]) -> tuple[Cause, ...]:
     )
 
 
-def _line(name: str, one: Direction) -> str:
+def _lines(name: str, one: Direction) -> Iterator[str]:
     line = f"  {name}: {one.count}"
     if ours := one.count - one.by_torch:
         line += f", {ours} by fastserial: {format_bytes(one.nbytes)} in {one.seconds:.2f} s"
         if one.seconds:
             line += f", {format_bandwidth(one.nbytes / one.seconds)}"
-    if one.by_torch:
-        line += f", {one.by_torch} by torch itself"
-    return line
-
-
-def _causes(title: str, causes: tuple[Cause, ...]) -> list[str]:
-    lines = []
-    for cause in causes:
-        remedy = f" -> {cause.remedy}" if cause.remedy is not None else ""
-        lines.append(f"    {cause.count} {title}: {cause.reason}{remedy}")
-    return lines
-
-
-def _rank() -> str:
-    rank = os.environ.get("RANK")
-    return f" (rank {rank})" if rank else ""
+    yield f"{line}, {one.by_torch} by torch itself" if one.by_torch else line
+    for title, causes in (("by torch itself", one.why_torch), ("slower", one.why_slower)):
+        for cause in causes:
+            remedy = f" -> {cause.remedy}" if cause.remedy is not None else ""
+            yield f"    {cause.count} {title}: {cause.reason}{remedy}"

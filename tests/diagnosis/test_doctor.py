@@ -46,10 +46,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def healthy() -> Diagnosis:
     """A machine and a folder without a fault."""
-    device = folder_module.Device("sda", "Disk", 1 << 40, "")
-    folder = FolderFacts(
-        "/data", None, "ext4", device, 1 << 40, DirectAlignment(4, 512, True), None, True, True
-    )
+    folder = FolderFacts("/data", None, "ext4", "sda", 1 << 40, DirectAlignment(4, 512, True))
     patched = Torch("2.13.0", "v2.13", True, ("torch.serialization._save",))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(examine_module, "_torch", lambda: patched)
@@ -252,7 +249,6 @@ def test_nothing_to_find(healthy: Diagnosis) -> None:
         ({"alignment": DirectAlignment(4, 1 << 23, True)}, "block_size", True),
         ({"file_system": "tmpfs", "alignment": None}, "memory", False),
         ({"file_system": "devtmpfs"}, "memory", False),
-        ({"preallocates": False}, "fallocate", False),
         ({"leftovers": (".a.fastserial-0.tmp",)}, ".a.fastserial-0.tmp", False),
         ({"free_bytes": 1000}, "free", False),
     ],
@@ -302,15 +298,3 @@ def test_findings(
     show(diagnosis)
     mark = "fails" if slow == "fails" else "slow" if slow else "note"
     assert f"\n{mark}  " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "word", "slow"),
-    [({"direct": False}, "direct", True), ({"durable": False}, "synced", False)],
-)
-def test_option_findings(
-    healthy: Diagnosis, options: dict[str, Any], word: str, slow: bool
-) -> None:
-    finding = only(healthy, **options)
-    assert word in finding.text
-    assert finding.slow is slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import resource
 import zipfile
 from collections.abc import Iterator
@@ -77,14 +78,16 @@ def same_content(file: Damaged, whole: dict[str, bytes]) -> bool:
     Headers of other writers have dates, attributes and versions that no checksum covers and torch
     does not look at, and what follows the end of an archive is passed over.
     """
-    data = file.data
-    if not zipfile.is_zipfile(BytesIO(data)):  # it looks into the last 65,557 bytes only
-        data = data[: data.rfind(b"PK\x05\x06") + 22]
+    ends = [match.start() + 22 for match in re.finditer(b"PK\\x05\\x06", file.data)]
+    return any(_same_records(file.data[:end], whole[file.original]) for end in reversed(ends))
+
+
+def _same_records(data: bytes, whole: bytes) -> bool:
     try:
         with (
             patch.object(zipfile, "MAX_EXTRACT_VERSION", 255),  # else Python refuses a later one
             zipfile.ZipFile(BytesIO(data)) as now,
-            zipfile.ZipFile(BytesIO(whole[file.original])) as then,
+            zipfile.ZipFile(BytesIO(whole)) as then,
         ):
             return now.namelist() == then.namelist() and all(
                 now.read(name) == then.read(name) for name in then.namelist()
