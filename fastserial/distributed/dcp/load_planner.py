@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from fastserial.distributed.dcp.entries import (
+from fastserial.distributed.dcp.planning import (
     REPLICA,
     SHARD,
     chunk_of,

@@ -18,19 +18,20 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from fastserial.config import current
-from fastserial.distributed.dcp.entries import (
+from fastserial.distributed.dcp.planning import (
     REPLICA,
     SHARD,
+    RankEntries,
     StateEntry,
     WritePart,
     entries_of,
+    global_plan,
     kind_of,
     parts_of,
     replicas_of,
     whole_box,
     write_items,
 )
-from fastserial.distributed.dcp.global_plan import RankEntries, global_plan
 from fastserial.distributed.ranks.copies import checksums, differing, ranks_in_words
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.pieces import oddity
