@@ -85,7 +85,10 @@ def read_together(
     ]
     received = {id(item): item for item, reader, _ in mine if reader != traffic.rank}
     read([item for item in items if id(item) not in received])
-    pass_on([(planner.resolve_tensor(one).detach(), *rest) for one, *rest in mine], traffic)
+    pass_on(
+        [(planner.resolve_tensor(item).detach(), reader, ranks) for item, reader, ranks in mine],
+        traffic,
+    )
     for item in received.values():
         planner.commit_tensor(item, planner.resolve_tensor(item).detach())
 

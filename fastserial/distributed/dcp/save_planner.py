@@ -34,7 +34,7 @@ from fastserial.distributed.dcp.planning import (
 )
 from fastserial.distributed.ranks.copies import checksums, differing, ranks_in_words
 from fastserial.distributed.sharding.boxes import Box
-from fastserial.distributed.sharding.pieces import oddity
+from fastserial.distributed.sharding.pieces import unloadable
 from fastserial.distributed.state.facts import facts_of
 from fastserial.errors import UnknownPlacementError
 from fastserial.memory.held_settings import paused_collection
@@ -157,7 +157,7 @@ class FastSavePlanner(DefaultSavePlanner):
         """Return the checksums of the plain tensors that may be cut."""
         if not dist.is_initialized() or self.dedup_save_to_lowest_rank:
             return {}  # nothing is
-        keys = [key for key in replicas_of(entries) if oddity(self.state_dict[key]) is None]
+        keys = [key for key in replicas_of(entries) if unloadable(self.state_dict[key]) is None]
         tensors = [self.state_dict[key] for key in keys]
         return dict(zip(keys, checksums(tensors, current().compare == "all"), strict=True))
 
