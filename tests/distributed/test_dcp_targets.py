@@ -1,8 +1,8 @@
-"""Unusual tensors that a checkpoint is loaded into."""
+"""Unusual tensors that a checkpoint is loaded into, and unusual containers that are saved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 import fastserial
 from fastserial.distributed import FastLoadPlanner, FastStorageReader, FastStorageWriter
 from fastserial.distributed.dcp.load_planner import pass_on
+from fastserial.distributed.dcp.storage_writer import snapshot
 from fastserial.errors import UnreadableCheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -98,3 +99,29 @@ def test_a_class_that_is_not_allowed(tmp_path: Path) -> None:
     with torch.serialization.safe_globals([Unknown]):
         dcp.load(target, storage_reader=FastStorageReader(tmp_path), no_dist=True)
     assert torch.equal(target["a"], torch.arange(5.0))
+
+
+class Lazy(Mapping[str, torch.Tensor]):
+    """Makes its tensors when asked for, and keeps none."""
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return torch.full((3,), float(key))
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, range(50))
+
+    def __len__(self) -> int:
+        return 50
+
+
+def test_a_snapshot_of_tensors_that_nobody_keeps() -> None:
+    """An object that is gone leaves its identity to another."""
+    copied = snapshot({"a": Lazy()})["a"]
+    assert [float(copied[str(n)][0]) for n in range(50)] == [float(n) for n in range(50)]
+
+
+def test_a_snapshot_keeps_what_is_shared() -> None:
+    tensor = torch.ones(3)
+    copied = snapshot({"a": tensor, "b": [tensor]})
+    assert copied["a"] is copied["b"][0]
+    assert copied["a"] is not tensor

@@ -6,14 +6,16 @@ stays whole until the new one is: `.metadata` is replaced at the end, by one ren
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -39,7 +41,42 @@ from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import synchronize
 from fastserial.saving.writer import FastFileWriter
 
-__all__ = ["FastStorageWriter"]
+__all__ = ["FastStorageWriter", "snapshot"]
+
+
+def snapshot(state: Any) -> Any:
+    """Return a copy of a nest of containers; tensors that occur twice are copied once."""
+    with torch.no_grad():
+        return _copy(state, {})
+
+
+# Tensors and their copies, by `id`. The tensors are kept: another one could get the `id` else.
+_Copies = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+def _copy(value: Any, copies: _Copies) -> Any:
+    if isinstance(value, ShardedTensor):
+        return _copy_sharded(value)
+    if isinstance(value, torch.Tensor):
+        found = copies.get(id(value))
+        if found is None:
+            found = copies[id(value)] = value, value.detach().to("cpu", copy=True)
+        return found[1]
+    if isinstance(value, Mapping):
+        return {key: _copy(item, copies) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_copy(item, copies) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if value is None or isinstance(value, int | float | str | bytes):
+        return value
+    return copy.deepcopy(value)
+
+
+def _copy_sharded(value: ShardedTensor) -> Any:
+    """Return a copy with shards of its own."""
+    if value.device.type != "cpu":
+        return value.to(device="cpu")
+    return copy.deepcopy(value)
 
 
 _VERSION = "1.0.0"  # of the layout of `.metadata`, as stock counts it
@@ -49,7 +86,7 @@ _HAS_COMMON = (
 )
 
 
-class FastStorageWriter(StorageWriter, BlockingAsyncStager):
+class FastStorageWriter(StorageWriter, AsyncStager):
     """The `storage_writer` of `dcp.save` and `dcp.async_save`.
 
         dcp.save(
@@ -173,6 +210,23 @@ class FastStorageWriter(StorageWriter, BlockingAsyncStager):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether a checkpoint can be saved there."""
         return bool(FileSystemWriter.validate_checkpoint_id(checkpoint_id))
+
+    # -- called by `async_save` ----------------------------------------------------------------
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """False: `stage` returns when all is copied."""
+        return False
+
+    def stage(self, state_dict: Any) -> Any:
+        """Return a copy of a state on the host, which later steps do not change."""
+        return snapshot(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is kept between saves."""
 
     # -- the rest ------------------------------------------------------------------------------
 
