@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastserial.distributed.onefile.beside import save_async
+from fastserial.distributed.onefile.background import save_async
 from fastserial.distributed.onefile.calls import load, save
 from fastserial.distributed.sharding.flat_shard import FlatShard
 

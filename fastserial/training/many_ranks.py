@@ -20,7 +20,7 @@ import torch
 
 from fastserial.checksums import check_crc, crc32
 from fastserial.config import options
-from fastserial.distributed.onefile.beside import size_of, start_save
+from fastserial.distributed.onefile.background import size_of, start_save
 from fastserial.distributed.onefile.calls import load
 from fastserial.distributed.ranks.group import Traffic, collective
 from fastserial.distributed.sharding.file_index import index_of_file

@@ -19,8 +19,7 @@ from fastserial.distributed import (
     FastStorageReader,
     FastStorageWriter,
 )
-from fastserial.distributed.dcp.entries import BYTES, REPLICA, StateEntry
-from fastserial.distributed.dcp.global_plan import RankEntries, global_plan
+from fastserial.distributed.dcp.planning import BYTES, REPLICA, RankEntries, StateEntry, global_plan
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.errors import CheckpointReplacedError, FastserialError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastserial.distributed.state.merging import MergedTensor, merged
+from fastserial.distributed.state.merging import LeafSpec, merged
 from fastserial.distributed.state.walk import leaves, states
 from fastserial.errors import LoadMismatchError
 
@@ -176,7 +176,7 @@ def test_the_union_of_tied_tensors() -> None:
         tensor = torch.ones(4)
         states_.append({"a": tensor, "b": tensor, "c": [tensor]})
     found = together(*states_)
-    assert isinstance(found["a"], MergedTensor)
+    assert isinstance(found["a"], LeafSpec)
     assert found["a"] is found["b"] is found["c"][0]
     assert found["a"].ranks == [0, 1, 2]
     with pytest.raises(LoadMismatchError, match="ranks 0 and 1 have different tensors"):

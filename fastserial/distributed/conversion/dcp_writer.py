@@ -16,7 +16,7 @@ from fastserial.config import Config, options
 from fastserial.distributed.dcp.item_layout import TensorBytes, bytes_of
 from fastserial.distributed.dcp.shard_layout import ShardLayout
 from fastserial.distributed.dcp.storage_writer import FastStorageWriter
-from fastserial.distributed.sharding.pieces import oddity
+from fastserial.distributed.sharding.pieces import unloadable
 from fastserial.errors import ConvertError
 from fastserial.patching.self_check import self_check
 
@@ -105,7 +105,7 @@ def _refuse_odd(flat: Mapping[str, Any], name: str) -> None:
         ConvertError: one cannot.
     """
     for key, tensor in flat.items():
-        if isinstance(tensor, torch.Tensor) and (problem := oddity(tensor)) is not None:
+        if isinstance(tensor, torch.Tensor) and (problem := unloadable(tensor)) is not None:
             raise ConvertError(
                 f"{name}: entry {key!r} cannot be loaded from a folder: {problem}; {_REMEDY}"
             )

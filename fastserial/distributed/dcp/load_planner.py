@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from fastserial.distributed.dcp.entries import (
+from fastserial.distributed.dcp.planning import (
     REPLICA,
     SHARD,
     chunk_of,
@@ -85,7 +85,10 @@ def read_together(
     ]
     received = {id(item): item for item, reader, _ in mine if reader != traffic.rank}
     read([item for item in items if id(item) not in received])
-    pass_on([(planner.resolve_tensor(one).detach(), *rest) for one, *rest in mine], traffic)
+    pass_on(
+        [(planner.resolve_tensor(item).detach(), reader, ranks) for item, reader, ranks in mine],
+        traffic,
+    )
     for item in received.values():
         planner.commit_tensor(item, planner.resolve_tensor(item).detach())
 

@@ -18,22 +18,23 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from fastserial.config import current
-from fastserial.distributed.dcp.entries import (
+from fastserial.distributed.dcp.planning import (
     REPLICA,
     SHARD,
+    RankEntries,
     StateEntry,
     WritePart,
     entries_of,
+    global_plan,
     kind_of,
     parts_of,
     replicas_of,
     whole_box,
     write_items,
 )
-from fastserial.distributed.dcp.global_plan import RankEntries, global_plan
 from fastserial.distributed.ranks.copies import checksums, differing, ranks_in_words
 from fastserial.distributed.sharding.boxes import Box
-from fastserial.distributed.sharding.pieces import oddity
+from fastserial.distributed.sharding.pieces import unloadable
 from fastserial.distributed.state.facts import facts_of
 from fastserial.errors import UnknownPlacementError
 from fastserial.memory.held_settings import paused_collection
@@ -156,7 +157,7 @@ class FastSavePlanner(DefaultSavePlanner):
         """Return the checksums of the plain tensors that may be cut."""
         if not dist.is_initialized() or self.dedup_save_to_lowest_rank:
             return {}  # nothing is
-        keys = [key for key in replicas_of(entries) if oddity(self.state_dict[key]) is None]
+        keys = [key for key in replicas_of(entries) if unloadable(self.state_dict[key]) is None]
         tensors = [self.state_dict[key] for key in keys]
         return dict(zip(keys, checksums(tensors, current().compare == "all"), strict=True))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import pickle
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -66,7 +65,12 @@ class WantedItem(NamedTuple):
 
 
 class ShardReader:
-    """Reads items of an open file."""
+    """Reads items of an open file.
+
+    Attributes:
+        all_verified: whether all items were compared with a checksum.
+        odd: requests for items that only torch can load; they are left to stock's reader.
+    """
 
     def __init__(self, reader: FastFileReader, planner: LoadPlanner, verify: bool) -> None:
         """Read from `reader` for `planner`.
@@ -75,6 +79,7 @@ class ShardReader:
             verify: compare the CRC-32 of each item.
         """
         self.all_verified = verify
+        self.odd: list[ReadItem] = []
         self._reader = reader
         self._planner = planner
         self._verify = verify
@@ -95,10 +100,11 @@ class ShardReader:
                 found.append((wanted, content))
                 continue
             data = read_exactly(self._reader.fd, wanted.info.offset, wanted.info.length)
+            self._check_whole(wanted, data)
             if wanted.dtype is None:
                 self._take_bytes(wanted, data)
             else:
-                self._deliver(wanted, self._loaded_by_torch(wanted, data))
+                self.odd += wanted.requests
         with torch.no_grad():
             self._read_tensors(found)
         self._reader.check_unchanged()
@@ -140,7 +146,6 @@ class ShardReader:
             self._planner.commit_tensor(request, target)
 
     def _take_bytes(self, wanted: WantedItem, data: bytes) -> None:
-        self._check_whole(wanted, data)
         try:
             for request in wanted.requests:
                 self._planner.load_bytes(request, io.BytesIO(data))
@@ -156,20 +161,6 @@ class ShardReader:
             self._check(wanted, crc32(data), known.crc)
         elif self._verify:
             self.all_verified &= check_archive(data, self._reader.name, wanted.name)
-
-    def _loaded_by_torch(self, wanted: WantedItem, data: bytes) -> torch.Tensor:
-        self._check_whole(wanted, data)
-        try:
-            loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:  # its text says which class to allow
-            raise UnreadableCheckpointError(
-                f"torch does not load it: {error}", path=self._reader.name, record=wanted.name
-            ) from error
-        except Exception as error:
-            raise self._damaged(wanted, f"torch cannot load it: {error}") from error
-        if not isinstance(loaded, torch.Tensor):
-            raise self._damaged(wanted, f"it holds {type(loaded).__name__}, not a tensor")
-        return loaded
 
     def _content(self, wanted: WantedItem) -> ItemTensor | None:
         """Return the tensor in an item, None if only torch can load it."""
@@ -190,18 +181,6 @@ class ShardReader:
         except FastserialError as error:
             text = error.message if isinstance(error, CorruptCheckpointError) else str(error)
             raise self._damaged(wanted, text) from error
-
-    def _deliver(self, wanted: WantedItem, tensor: torch.Tensor) -> None:
-        """Copy a tensor, or parts of it, to the targets."""
-        for request in wanted.requests:
-            part = tensor
-            if tuple(request.lengths) != tuple(tensor.shape):  # a sparse one cannot be cut
-                ends = zip(request.storage_offsets, request.lengths, strict=True)
-                part = tensor[tuple(slice(first, first + count) for first, count in ends)]
-            target = self._target(request, tuple(part.shape))
-            with torch.no_grad():
-                target.copy_(part)
-            self._planner.commit_tensor(request, target)
 
     def _target(self, request: ReadItem, shape: tuple[int, ...]) -> torch.Tensor:
         target = self._planner.resolve_tensor(request)
@@ -351,6 +330,15 @@ class FastStorageReader(FileSystemReader):
                     fallback=reader.blocks.fallback,
                     transfer=reader.transfer,
                 )
+            for request in found.odd:
+                self._read_by_stock(request, planner, reader.name)
+
+    def _read_by_stock(self, request: ReadItem, planner: LoadPlanner, file: str) -> None:
+        try:
+            super().read_data(LoadPlan([request]), planner).wait()
+        except Exception as error:  # its text may say which class to allow
+            text, name = f"torch does not load it: {error}", request.storage_index.fqn
+            raise UnreadableCheckpointError(text, path=file, record=name) from error
 
     # -- the rest ------------------------------------------------------------------------------
 

@@ -31,8 +31,8 @@ from torch.futures import Future
 
 from fastserial.config import current
 from fastserial.config.performance import SCATTERED_CHUNK
-from fastserial.distributed.dcp.entries import share_in
 from fastserial.distributed.dcp.folder import METADATA, ShardFolder, encoded, metadata_name
+from fastserial.distributed.dcp.planning import share_in
 from fastserial.distributed.dcp.save_planner import FastSavePlanner
 from fastserial.distributed.dcp.shard_layout import ShardLayout
 from fastserial.errors import write_error

@@ -17,7 +17,7 @@ from fastserial.checksums import crc32
 from fastserial.distributed.plan.schedule import FilePlan
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import as_dtensor
-from fastserial.distributed.state.merging import MergedTensor
+from fastserial.distributed.state.merging import LeafSpec
 from fastserial.distributed.state.tables import StateTable, is_plain
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer, clip
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
@@ -181,7 +181,7 @@ class StandIns:
         untouched = Untouched(sum(spec.nbytes for spec in table.specs), len(table.specs))
         weakref.finalize(self, untouched.close)
         self._sources = table.of_leaves
-        self._plain = [not isinstance(leaf, MergedTensor) and is_plain(leaf) for leaf in values]
+        self._plain = [not isinstance(leaf, LeafSpec) and is_plain(leaf) for leaf in values]
         self._numbers: dict[int, int] = {}  # of the sources, by the address of what stands for them
         self._made = _made_for(table, values, untouched, self._numbers)
         # As torch's pickler takes them apart, which is half of what pickling them takes.
@@ -232,9 +232,9 @@ class StandIns:
                 number = of_leaf.get(id(obj))
                 if number is not None and number in reduced:
                     return reduced[number]
-                if not isinstance(obj, torch.Tensor | FlatShard | MergedTensor):
+                if not isinstance(obj, torch.Tensor | FlatShard | LeafSpec):
                     return NotImplemented
-                if isinstance(obj, MergedTensor) and number is not None:
+                if isinstance(obj, LeafSpec) and number is not None:
                     return _reduced(_joined(obj, made[number]))
                 if isinstance(obj, FlatShard) or as_dtensor(obj) is not None:
                     raise ValueError(
@@ -259,16 +259,15 @@ def _made_for(
     found: dict[int, torch.Tensor | torch.UntypedStorage] = {}
     for number, (spec, first) in enumerate(zip(table.specs, table.firsts, strict=True)):
         leaf = values[first]
-        joined = isinstance(leaf, MergedTensor)
-        if leaf.like.storage is not None if joined else is_plain(leaf):
+        joined = isinstance(leaf, LeafSpec)
+        if leaf.storage is not None if joined else is_plain(leaf):
             if not joined and leaf.device.type == "cpu":
                 continue
             found[number] = made = untouched.storage(spec.nbytes)
             address = made.data_ptr()
         else:
             whole = untouched.tensor(spec.shape, spec.dtype)
-            like = leaf.like if joined else leaf
-            if not isinstance(like, FlatShard) and like.requires_grad:
+            if not isinstance(leaf, FlatShard) and leaf.requires_grad:
                 whole.requires_grad_()
             found[number] = whole
             address = whole.data_ptr()
@@ -277,13 +276,12 @@ def _made_for(
     return found
 
 
-def _joined(joined: MergedTensor, storage: Any) -> Any:
+def _joined(like: LeafSpec, storage: Any) -> Any:
     """Return the plain tensor that is pickled for one of a merged state.
 
     Args:
         storage: what stands for its storage.
     """
-    like = joined.like
     _, _, offset, stride = like.storage or (0, 0, 0, ())
     tensor = _view(storage, like.spec.dtype, offset, like.spec.shape, stride)
     if like.is_parameter:

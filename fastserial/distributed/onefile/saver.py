@@ -2,8 +2,8 @@
 
 1. Each rank makes the table of its state, or takes the last save's if nothing changed, and rank 0
    lays the file out over memory that is never touched.
-2. If the tables are alike, rank 0 makes the new file and sends the offsets of the records, or says
-   that the last plan holds. Each rank makes its own schedule and opens the file.
+2. If the tables are alike, rank 0 makes the new file and sends the offsets of the records. Each
+   rank makes its own schedule, unless the last one was made from the same, and opens the file.
 3. The bytes flow.
 4. Rank 0 gets the checksums, writes what needs them, syncs, renames.
 
@@ -14,8 +14,6 @@ something does; that all are ready; what was written. With `merge="union"` the s
 from __future__ import annotations
 
 import errno
-import hashlib
-import marshal
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -66,13 +64,11 @@ class StateSummary(NamedTuple):
 
     Attributes:
         node: name of the rank's node.
-        kept: name of the plan of its last save, b"" if there is none.
         ranges, grids: of its `Table`.
         digest, sums: see `Agreement`.
     """
 
     node: str
-    kept: bytes
     ranges: list[tuple[int, int, int]]
     grids: list[Grids]
     digest: bytes
@@ -84,8 +80,7 @@ class SaveDecision(NamedTuple):
 
     Attributes:
         agreed: False: what is compared differs, and all ranks send the details (`Agreement`).
-        name: of the plan.
-        plan: None: the one that all have from the last save; then the next two are empty.
+        plan: of the file.
         ranges: of each FlatShard: rank, first element, end.
         grids: see `Table`; of all ranks.
         file: the new one.
@@ -93,8 +88,7 @@ class SaveDecision(NamedTuple):
     """
 
     agreed: bool
-    name: bytes
-    plan: FilePlan | None
+    plan: FilePlan
     ranges: Ranges
     grids: list[Grids]
     file: FileIdentity
@@ -116,17 +110,13 @@ def decided(found: Sequence[StateSummary], plan: FilePlan, file: FileIdentity) -
         tuple(sorted({grid for several in some for grid in several}))
         for some in zip(*(one.grids for one in found), strict=False)
     ]
-    whole: Any = (tuple(plan), sorted(ranges.items()), grids, found[0].digest)
-    name = hashlib.sha256(marshal.dumps(whole, 2)).digest()
-    kept = all(one.kept == name for one in found)
     sums = [one.sums for one in found]
     return SaveDecision(
         agreed=all(one.digest == found[0].digest for one in found)
         and (all(one == sums[0] for one in sums) or not differing(sums)),
-        name=name,
-        plan=None if kept else plan,
-        ranges={} if kept else ranges,
-        grids=[] if kept else grids,
+        plan=plan,
+        ranges=ranges,
+        grids=grids,
         file=file,
         sync_alone=len({one.node for one in found}) > 1,
     )
@@ -182,15 +172,14 @@ class _KeptPlan:
         facts: what the table depends on; None: that is not known.
         table: of the state.
         stand_ins: on rank 0: what is pickled instead of tensors.
-        name, plan, specs, made: the plan, the tensors as all ranks hold them, and what this rank
-            does.
+        made_from: what the next two were made from.
+        specs, made: the tensors as all ranks hold them, and what this rank does.
     """
 
     facts: list[Any] | None
     table: StateTable
     stand_ins: StandIns | None = None
-    name: bytes = b""
-    plan: FilePlan | None = None
+    made_from: tuple[Any, ...] = ()
     specs: Sequence[TensorSpec] = ()
     made: Schedule | None = None
 
@@ -264,8 +253,8 @@ class SaveTask:
         traffic = self._traffic
         with paused_collection():
             found, modules, kept, decision = self._plan(obj)
-            if kept.plan is None or kept.made is None:
-                raise ValueError("rank 0 sent no plan")
+            if kept.made is None:
+                raise ValueError("nothing was planned")
             if self._new is None:
                 self._opened = OpenedFile(decision.file)
         planned = perf_counter()
@@ -275,7 +264,7 @@ class SaveTask:
             synchronize_devices(found.values)
         rest = self._laid_out.rest if self._laid_out is not None else ()
         sources = RecordSources(kept.table, kept.specs, found.values, traffic.rank, rest)
-        writer = ShardWriter(kept.plan, kept.made, sources, self._laid_out)
+        writer = ShardWriter(decision.plan, kept.made, sources, self._laid_out)
         self._prepared = _Prepared(writer, kept.made.nbytes, decision, phases)
         return found, modules
 
@@ -326,17 +315,17 @@ class SaveTask:
         if traffic.rank == 0:
             self._laid_out = self._lay_out(kept, state, found.values)
         mine = StateSummary(
-            *(node_name(), kept.name, table.ranges(), table.grids),
-            *(agreement.digest, agreement.sums),
+            node_name(), table.ranges(), table.grids, agreement.digest, agreement.sums
         )
         decision: SaveDecision = traffic.decide(mine, self._decide)
         if not decision.agreed:
             agreement.settle()
-        if decision.plan is not None and self._makes_file:
-            kept.name, kept.plan = decision.name, decision.plan
+        made_from = decision.plan, decision.ranges, decision.grids, table.digest
+        if self._makes_file and kept.made_from != made_from:
             kept.specs = table.completed(decision.ranges, decision.grids)
             tile = tile_bytes(traffic.size)
-            kept.made = schedule(kept.plan, kept.specs, traffic.rank, traffic.size, tile)
+            kept.made = schedule(decision.plan, kept.specs, traffic.rank, traffic.size, tile)
+            kept.made_from = made_from
         traffic.kept[self.container] = kept
         return found, modules, kept, decision
 

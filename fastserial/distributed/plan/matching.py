@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from operator import is_
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from fastserial.distributed.sharding.pieces import Holding, as_dtensor, holding
 from fastserial.distributed.state.states import LiveState
 from fastserial.distributed.state.walk import is_leaf, is_live, leaves
 from fastserial.errors import LoadMismatchError
-from fastserial.nests import Path, is_container, sequence_like, walk
+from fastserial.nests import Path, is_container, items_of, sequence_like, walk
 
 __all__ = ["Match", "Path", "TensorMatch", "file_leaves", "path_name", "unused"]
 
@@ -66,10 +66,8 @@ class Match:
             )
         self.nest = into
         self.modules = [one for one in leaves(into).live if isinstance(one, torch.nn.Module)]
-        new = self._compare(into, there, ())
-        if isinstance(into, tuple) and new is not into:
-            for index, (item, other) in enumerate(zip(into, new, strict=True)):
-                self._take(into, index, item, other, (index,))
+        if self._compare(into, there, ()) is not into:
+            self.problems.append(f"{path_name(())}: a value in a tuple cannot be replaced")
 
     def finish(self) -> None:
         """Set what is not a tensor's memory, once the bytes are read."""
@@ -96,23 +94,12 @@ class Match:
         elif path and _are_values(into, there):
             self.used.add(path)
             return self._replaced(into, there)
-        elif isinstance(into, Mapping):
-            self._compare_mapping(into, there, path)
-        elif isinstance(into, list | tuple):
-            return self._compare_sequence(into, there, path)
+        elif is_container(into):
+            return self._compare_container(into, there, path)
         else:
             self.used.add(path)
             return self._made(there, path)
         return into
-
-    def _take(self, into: Any, key: Any, item: Any, new: Any, path: Path) -> None:
-        """Replace an item of a container, if the new one is another object."""
-        if new is item:
-            return
-        if isinstance(into, MutableMapping | list):
-            self._puts.append(lambda: into.__setitem__(key, new))
-        elif _holds_tensors((new,)) or type(item) is not type(new) or item != new:
-            self.problems.append(f"{path_name(path)}: a value in a tuple cannot be replaced")
 
     def _replaced(self, into: Any, there: Any) -> Any:
         """Take the file's container as it is, whatever is in ours; it stays the same object."""
@@ -168,37 +155,34 @@ class Match:
                 self.used.add(where)
                 live.entries[name] = self._made(state, where, live.parameters[name])
 
-    def _compare_mapping(self, into: Mapping[Any, Any], there: Any, path: Path) -> None:
-        if not isinstance(there, Mapping):
-            self._mismatch(path, "a dictionary", there)
-            return
-        if not there:
-            self.used.add(path)
-        for key, item in into.items():
-            if key in there:
-                new = self._compare(item, there[key], (*path, key))
-                self._take(into, key, item, new, (*path, key))
-            else:
-                self.missing.append(path_name((*path, key)))
-
-    def _compare_sequence(self, into: Any, there: Any, path: Path) -> Any:
-        if not isinstance(there, list | tuple):
-            self._mismatch(path, "a list", there)
+    def _compare_container(self, into: Any, there: Any, path: Path) -> Any:
+        """Compare item by item; return a tuple as a new one, if an item of it is another."""
+        is_mapping = isinstance(into, Mapping)
+        if not isinstance(there, Mapping if is_mapping else _LISTS):
+            self._mismatch(path, "a dictionary" if is_mapping else "a list", there)
             return into
         if not there:
             self.used.add(path)
-        news = list(into)
-        for index, item in enumerate(into):
-            where = (*path, index)
-            if index >= len(there):
+        found = dict(items_of(there))
+        changed: dict[Any, Any] = {}
+        for key, item in items_of(into):
+            where = (*path, key)
+            if key not in found:
                 self.missing.append(path_name(where))
                 continue
-            news[index] = self._compare(item, there[index], where)
-            if isinstance(into, list):
-                self._take(into, index, item, news[index], where)
-        if isinstance(into, list) or all(map(is_, news, into)):
+            new = self._compare(item, found[key], where)
+            if new is not item:
+                changed[key] = new
+        if isinstance(into, MutableMapping | list):
+            for key, new in changed.items():
+                self._puts.append(partial(into.__setitem__, key, new))
             return into
-        return sequence_like(into, news)
+        changed = {key: new for key, new in changed.items() if not _are_equal(into[key], new)}
+        if changed and is_mapping:
+            self.problems.append(f"{path_name(path)}: its values cannot be replaced")
+        elif changed:
+            return sequence_like(into, [changed.get(at, item) for at, item in enumerate(into)])
+        return into
 
     def _compare_tensor(self, into: Any, there: Any, path: Path) -> None:
         name = path_name(path)
@@ -265,6 +249,11 @@ def _holds_tensors(value: Any) -> bool:
         isinstance(item, FileTensor) or is_leaf(item) or is_live(item)
         for _, item in walk(value, once=True, objects=True)
     )
+
+
+def _are_equal(item: Any, new: Any) -> bool:
+    """Return whether a value of the file is the one that is there already."""
+    return type(item) is type(new) and not _holds_tensors((new,)) and bool(item == new)
 
 
 def _fits(parameter: torch.Tensor, state: Any) -> bool:

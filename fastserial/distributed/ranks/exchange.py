@@ -28,7 +28,7 @@ __all__ = [
     "as_integers",
     "held_in_box",
     "held_in_range",
-    "is_as_it_lies",
+    "is_consecutive",
     "packed",
     "view_in_box",
 ]
@@ -85,7 +85,7 @@ def held_in_range(
 
 def held_in_box(tensor: torch.Tensor, box: Box, part: Box) -> Elements:
     """Return a part of the tensor that holds the box."""
-    if type(tensor) is torch.Tensor and tensor.is_cpu and is_as_it_lies(tensor):
+    if type(tensor) is torch.Tensor and tensor.is_cpu and is_consecutive(tensor):
         offsets = tuple([at - base for at, base in zip(part.offsets, box.offsets, strict=True)])
         run = run_of(box.sizes, Box(offsets, part.sizes))
         if run is not None:
@@ -95,7 +95,7 @@ def held_in_box(tensor: torch.Tensor, box: Box, part: Box) -> Elements:
     return view_in_box(tensor, box, part)
 
 
-def is_as_it_lies(tensor: torch.Tensor) -> bool:
+def is_consecutive(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements are consecutive in its storage, in their order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 

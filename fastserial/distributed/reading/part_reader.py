@@ -1,8 +1,8 @@
 """Reads parts of tensors from one file: directly into their targets, or through windows.
 
-A window is a buffer for pieces of arrays. Whoever reads one and whoever gets parts of it find the
-same parts in the same order, so that only bytes are sent. The CRC-32s of records are taken
-meanwhile; what several ranks know of a record is combined at the end.
+A window is a buffer for pieces of arrays. The rank that reads a window and the ranks that get parts
+of it find the same parts in the same order, so only bytes are sent. The CRC-32s of records are
+computed during the read; what several ranks know of a record is combined at the end.
 """
 
 from __future__ import annotations

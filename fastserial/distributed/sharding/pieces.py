@@ -30,7 +30,7 @@ __all__ = [
     "holding",
     "in_place",
     "local_of",
-    "oddity",
+    "unloadable",
     "views",
 ]
 
@@ -128,7 +128,7 @@ class Holding(NamedTuple):
     parts: list[tuple[Box, torch.Tensor]]
 
 
-def oddity(leaf: torch.Tensor) -> str | None:
+def unloadable(leaf: torch.Tensor) -> str | None:
     """Return why a load could not fill a tensor of one rank, None if it could."""
     if type(leaf) not in _PLAIN:
         what = f"of the class {type(leaf).__name__}"

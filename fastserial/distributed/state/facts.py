@@ -5,18 +5,17 @@ What the tensors hold is not among it, nor are the tensors: nothing of a state i
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fastserial.distributed.sharding.flat_shard import FlatShard
 
-__all__ = ["Shardings", "facts_of", "shardings"]
+__all__ = ["facts_of", "shardings"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _GLOBAL = "global_shape"  # torch 2.15: a plain tensor that has it is a part of another one
@@ -47,7 +46,7 @@ def facts_of(keys: Sequence[Any], values: Sequence[Any]) -> list[Any] | None:
             sharding = shardings(some)
             if sharding is None:
                 return None
-            found += [sharding, _devices(some, sharding.meshes)]
+            found.append(sharding)
         elif kind in _PLAIN:
             rows = _plain(some, storages)
             if rows is None:
@@ -70,31 +69,14 @@ def _by_type(values: Sequence[Any], types: list[type]) -> dict[type, list[Any]]:
     return found
 
 
-class Shardings(NamedTuple):
-    """What decides which part of DTensors each rank holds, by columns.
+def shardings(leaves: Sequence[Any]) -> list[Any] | None:
+    """Return what decides which part of DTensors each rank holds; None: of one it is not known.
 
-    Attributes:
-        meshes, of_mesh: the meshes that there are, and which is that of each DTensor.
-        placements, metas: what their specs say; of the same specs it is the same objects.
-        factors: of strided shards, where torch takes them for equal to plain ones.
-        dtypes, strides: of the local tensors.
-        sizes: elements of the local tensors, where these do not follow from the specs.
-        grads: whether they require gradients.
+    It is a list of columns: the meshes that there are and which is that of each DTensor; what their
+    specs say, of the same specs the same objects; the factors of strided shards, which some torch
+    releases take for equal to plain ones; dtypes and strides of the local tensors, and their
+    numbers of elements where these do not follow from the specs; whether they require gradients.
     """
-
-    meshes: list[weakref.ref[Any]]
-    of_mesh: list[int]
-    placements: list[Any]
-    metas: list[Any]
-    factors: list[list[int]]
-    dtypes: list[torch.dtype]
-    strides: list[tuple[int, ...]]
-    sizes: list[int]
-    grads: list[bool]
-
-
-def shardings(leaves: Sequence[Any]) -> Shardings | None:
-    """Return what decides which part of DTensors each rank holds; None: of one it is not known."""
     shards = list(map(_local_of, leaves))
     if set(map(type, shards)) != {torch.Tensor}:
         return None
@@ -113,35 +95,19 @@ def shardings(leaves: Sequence[Any]) -> Shardings | None:
     turns = any(mesh.ndim > 1 for mesh in several)
     with torch._C.DisableTorchFunctionSubclass():  # asking for overrides takes long
         grads = list(map(_requires_grad, leaves))
-    return Shardings(
-        meshes=[weakref.ref(mesh) for mesh in several],
-        of_mesh=[numbers[one] for one in ids] if len(several) > 1 else [],
-        placements=placements,
-        metas=metas,
-        factors=[]
-        if _strides_are_compared()
-        else [[getattr(one, "split_factor", 1) for one in row] for row in placements],
-        dtypes=list(map(_dtype_of, shards)),
-        strides=list(map(torch.Tensor.stride, shards)),
-        sizes=list(map(torch.Tensor.numel, shards)) if turns else [],
-        grads=grads,
-    )
-
-
-@functools.cache
-def _strides_are_compared() -> bool:
-    """Return whether a strided shard is another one than a plain one: not in all releases."""
-    types = sys.modules["torch.distributed.tensor"].placement_types
-    strided = types._StridedShard
-    return strided(0, split_factor=2) not in (types.Shard(0), strided(0, split_factor=4))
-
-
-def _devices(leaves: Sequence[Any], meshes: Sequence[weakref.ref[Any]]) -> list[Any] | None:
-    """Return where DTensors on meshes are, None if they are on the host."""
-    found = [mesh() for mesh in meshes]
-    if all(mesh is not None and mesh.device_type == "cpu" for mesh in found):
-        return None
-    return [leaf._local_tensor.device for leaf in leaves]
+    on_host = all(mesh.device_type == "cpu" for mesh in several)
+    return [
+        [weakref.ref(mesh) for mesh in several],
+        [numbers[one] for one in ids] if len(several) > 1 else [],
+        placements,
+        metas,
+        [[getattr(one, "split_factor", 1) for one in row] for row in placements],
+        list(map(_dtype_of, shards)),
+        list(map(torch.Tensor.stride, shards)),
+        list(map(torch.Tensor.numel, shards)) if turns else [],
+        grads,
+        [] if on_host else [shard.device for shard in shards],
+    ]
 
 
 def _plain(leaves: Sequence[torch.Tensor], storages: dict[int, int]) -> list[Any] | None:

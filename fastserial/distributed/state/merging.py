@@ -18,16 +18,16 @@ import torch
 
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.sharding.flat_shard import FlatShard
-from fastserial.distributed.sharding.pieces import Mesh, TensorSpec, as_dtensor, holding, oddity
+from fastserial.distributed.sharding.pieces import Mesh, TensorSpec, as_dtensor, holding, unloadable
 from fastserial.errors import LoadMismatchError
 from fastserial.nests import sequence_like
 
-__all__ = ["Describer", "LeafSpec", "MergedTensor", "leaf_of", "merged"]
+__all__ = ["Describer", "LeafSpec", "leaf_of", "merged"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class LeafSpec:
-    """A tensor without its elements.
+    """A tensor of a state, whichever ranks have it, without its elements.
 
     Attributes:
         spec: the whole tensor. Of a FlatShard it has the range of this rank only.
@@ -36,6 +36,9 @@ class LeafSpec:
             the tensor's offset and stride in it (elements). None: a DTensor or a FlatShard.
         is_parameter: of a plain tensor.
         is_buffer: of a plain tensor: it is in the memory of a module's buffer.
+        ranks: that have it; None: all of them.
+        grids: of the meshes on which these have it.
+        leaf: what this rank has, if it does.
     """
 
     spec: TensorSpec
@@ -43,6 +46,9 @@ class LeafSpec:
     storage: tuple[int, int, int, tuple[int, ...]] | None = None
     is_parameter: bool = False
     is_buffer: bool = False
+    ranks: list[int] | None = None
+    grids: list[tuple[int, ...]] = field(default_factory=list)
+    leaf: Any = None
 
     def likeness(self) -> tuple[Any, ...]:
         """Return what has to be the same on all ranks that have the tensor."""
@@ -86,7 +92,7 @@ class Describer:
                 spec = self._held(leaf, key)
                 spec = self._alike[alike] = self._specs.setdefault(spec, spec)
             return LeafSpec(spec, leaf.requires_grad)
-        if (odd := oddity(leaf)) is not None:
+        if (odd := unloadable(leaf)) is not None:
             raise LoadMismatchError(f"{key}: {odd}")
         storage = leaf.untyped_storage()
         number = self._storages.setdefault(storage._cdata, len(self._storages))
@@ -106,26 +112,9 @@ _OF_AN_OPTIMIZER = {"state", "param_groups"}
 _PLAIN = (int, float, bool, str, tuple, type(None))  # settings that `==` compares
 
 
-@dataclass(slots=True, eq=False)
-class MergedTensor:
-    """A tensor of a state, whichever ranks have it.
-
-    Attributes:
-        like: what the first rank that has it says of it.
-        ranks: that have it; None: all of them.
-        grids: of the meshes on which they have it.
-        leaf: what this rank has, if it does.
-    """
-
-    like: LeafSpec
-    ranks: list[int] | None
-    grids: list[tuple[int, ...]] = field(default_factory=list)
-    leaf: Any = None
-
-
 def leaf_of(value: Any) -> Any:
     """Return this rank's part of a leaf, None if it has none."""
-    return value.leaf if isinstance(value, MergedTensor) else value
+    return value.leaf if isinstance(value, LeafSpec) else value
 
 
 def merged(state: Any, traffic: Traffic, buffers: Set[int] = frozenset()) -> Any:
@@ -177,14 +166,14 @@ class _SkeletonUnpickler(pickle.Unpickler):
         self, file: io.BytesIO, rank: int, specs: list[LeafSpec], leaves: list[Any]
     ) -> None:
         super().__init__(file)
-        self._made: list[MergedTensor] = []
-        for like, leaf in zip(specs, leaves, strict=True):
-            held = like.spec.held
-            grids = list(held.grids) if isinstance(held, Mesh) else []
-            self._made.append(MergedTensor(like, [rank], grids, leaf))
+        self._specs = specs
+        for spec, leaf in zip(specs, leaves, strict=True):
+            held = spec.spec.held
+            spec.ranks, spec.leaf = [rank], leaf
+            spec.grids = list(held.grids) if isinstance(held, Mesh) else []
 
     def persistent_load(self, number: Any) -> Any:
-        return self._made[number]
+        return self._specs[number]
 
 
 class _Union:
@@ -202,7 +191,7 @@ class _Union:
         """
         kept = list(values.values())
         first = kept[0]
-        if any(isinstance(value, MergedTensor) for value in kept):
+        if any(isinstance(value, LeafSpec) for value in kept):
             return _together(path, kept)
         if not isinstance(first, dict | list | tuple):
             return first
@@ -278,19 +267,19 @@ def _same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def _together(path: str, values: list[Any]) -> MergedTensor:
+def _together(path: str, values: list[Any]) -> LeafSpec:
     """Return a tensor that several ranks have as one."""
     first = values[0]
     for value in values[1:]:
-        if not isinstance(value, MergedTensor) or not isinstance(first, MergedTensor):
+        if not isinstance(value, LeafSpec) or not isinstance(first, LeafSpec):
             raise LoadMismatchError(f"{path} is a tensor on some ranks and none on others")
         if value is first:
             continue
         ranks, more = first.ranks or [], value.ranks or []
-        if value.like.likeness() != first.like.likeness():
+        if value.likeness() != first.likeness():
             raise LoadMismatchError(
                 f"{path}: ranks {ranks[0]} and {more[0]} have different tensors: "
-                f"{_words(first.like.spec)} and {_words(value.like.spec)}"
+                f"{_words(first.spec)} and {_words(value.spec)}"
             )
         if more[0] in ranks:
             continue  # it is under another key, too

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastserial.distributed.ranks.exchange import GatheredMemory, is_as_it_lies
+from fastserial.distributed.ranks.exchange import GatheredMemory, is_consecutive
 from fastserial.distributed.sharding.boxes import Box, run_of
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import (
@@ -28,7 +28,7 @@ from fastserial.distributed.sharding.pieces import (
     local_of,
     views,
 )
-from fastserial.distributed.state.merging import Describer, LeafSpec, MergedTensor, leaf_of
+from fastserial.distributed.state.merging import Describer, LeafSpec, leaf_of
 from fastserial.errors import ConfigError
 from fastserial.memory.storages import HostMemory, Memory, synchronize
 from fastserial.overlap.snapshot import StoragePart
@@ -94,14 +94,14 @@ class RecordSource:
         It begins at the whole's first byte, so that an offset in the whole is one in the memory.
         """
         view, base = self._run_at(start)
-        if view.device.type == "cpu" and is_as_it_lies(view):
+        if view.device.type == "cpu" and is_consecutive(view):
             return HostMemory(view.data_ptr() - base, self.spec.nbytes, view)
         return GatheredMemory(view, base, self.spec.nbytes)
 
     def part(self, start: int, length: int) -> StoragePart:
         """Return bytes [start, start + length) of the whole as what a snapshot takes."""
         view, base = self._run_at(start)
-        if not is_as_it_lies(view):
+        if not is_consecutive(view):
             return StoragePart(GatheredMemory(view, base, self.spec.nbytes), start, length)
         first = int(view.storage_offset()) * view.element_size() + start - base
         return StoragePart(view.untyped_storage(), first, length)
@@ -335,12 +335,11 @@ class _TableMaker:
     def add(self, index: int, key: str, value: Any) -> None:
         """Add a leaf."""
         table = self.table
-        joined = value
-        if not isinstance(value, MergedTensor):
-            joined = MergedTensor(self._describer.describe(value, key), None, leaf=value)
-        like = joined.like
-        ranks = None if joined.ranks is None else tuple(sorted(set(joined.ranks)))
-        table.devices = table.devices or _device_of(joined.leaf).type != "cpu"
+        like = value
+        if not isinstance(value, LeafSpec):
+            like = self._describer.describe(value, key)
+        ranks = None if like.ranks is None else tuple(sorted(set(like.ranks)))
+        table.devices = table.devices or _device_of(leaf_of(value)).type != "cpu"
         # A storage is identified by the first rank that has it, and its number there.
         identity = id(value) if like.storage is None else (ranks and ranks[0], like.storage[0])
         number = self._numbers.setdefault(identity, len(table.keys))
@@ -348,7 +347,7 @@ class _TableMaker:
             table.keys.append(key)
             table.firsts.append(index)
             if like.storage is None:
-                self._add_sharded(number, key, joined, ranks)
+                self._add_sharded(number, key, like, ranks)
             else:
                 table.specs.append(_spec_of_storage(like, ranks))
         shape, dtype, placed = self._placed_as(table.specs[number], like)
@@ -362,17 +361,17 @@ class _TableMaker:
         table.of_leaves.append(number)
 
     def _add_sharded(
-        self, number: int, key: str, joined: MergedTensor, ranks: tuple[int, ...] | None
+        self, number: int, key: str, like: LeafSpec, ranks: tuple[int, ...] | None
     ) -> None:
         """Add the source of a DTensor or a FlatShard."""
-        table, spec = self.table, joined.like.spec
+        table, spec = self.table, like.spec
         if ranks is not None:
             if isinstance(spec.held, Mesh):
-                held: Any = spec.held._replace(grids=tuple(sorted(set(joined.grids))))
-            elif joined.leaf is None:
+                held: Any = spec.held._replace(grids=tuple(sorted(set(like.grids))))
+            elif like.leaf is None:
                 held = Flat(())
             else:
-                held = self._describer.describe(joined.leaf, key).spec.held
+                held = self._describer.describe(like.leaf, key).spec.held
             spec = replace(spec, held=held)
         if not isinstance(spec.held, Mesh):
             table.flat.append(number)

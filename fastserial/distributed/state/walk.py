@@ -11,7 +11,7 @@ import torch
 
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import as_dtensor
-from fastserial.distributed.state.merging import MergedTensor
+from fastserial.distributed.state.merging import LeafSpec
 from fastserial.distributed.state.states import module_of, state_of_module, state_of_optimizer
 from fastserial.errors import ConfigError
 from fastserial.nests import (
@@ -47,7 +47,7 @@ _VALUE, _LEAF, _CONTAINER, _LIVE, _STATEFUL = 0, 1, 2, 4, 8
 
 def is_leaf(value: object) -> bool:
     """Return whether a value's bytes are shared among the ranks: a tensor or a FlatShard."""
-    return isinstance(value, torch.Tensor | FlatShard | MergedTensor)
+    return isinstance(value, torch.Tensor | FlatShard | LeafSpec)
 
 
 def is_live(value: object) -> bool:

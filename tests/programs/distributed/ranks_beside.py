@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastserial
 from fastserial import distributed
-from fastserial.distributed.onefile.beside import start_save
+from fastserial.distributed.onefile.background import start_save
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import DistributedError
 from fastserial.overlap import guard, snapshot
