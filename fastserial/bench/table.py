@@ -169,12 +169,11 @@ class Result:
         versions = ", ".join(
             f"{name} {machine[name]}" for name in ("python", "torch", "fastserial")
         )
-        disk = f"{folder.device.name} {folder.device.model} {folder.device.backing_file}".strip()
         processor = f"{machine['cpu']}, {machine['cores']} cores"
         memory = f"{size(machine['memory_bytes'])} memory"
         return [
             f"{processor}, {memory}, {machine['kernel']}, {versions}",
-            f"{folder.file_system} on {disk or 'no block device'}, {size(folder.free_bytes)} free",
+            f"{folder.file_system} on {folder.device or 'no block device'}, {size(folder.free_bytes)} free",
             self.caption,
         ]
 

@@ -16,8 +16,6 @@ __all__ = ["show"]
 def show(found: Diagnosis) -> None:
     """Print a diagnosis to standard output."""
     facts = dataclasses.asdict(dataclasses.replace(found, findings=()))
-    if found.gpus is not None:
-        facts["gpus"]["gds"] = found.gpus.gds  # which path cuFile would take
     print_table(("fact", "value"), [*_lines(facts)])
     say("")
     if not found.findings:

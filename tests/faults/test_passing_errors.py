@@ -6,6 +6,7 @@ import errno
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ import fastserial
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.proof("errors that pass")]
 
-STATE = {"weights": torch.arange(3 << 20), "step": 7}  # 24 MiB: by the engine
-SMALL = {"weights": torch.arange(1000), "step": 7}
+STATE: dict[str, Any] = {"weights": torch.arange(3 << 20), "step": 7}  # 24 MiB: by the engine
+SMALL: dict[str, Any] = {"weights": torch.arange(1000), "step": 7}
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def where(lab: Lab) -> Path:
 def test_the_save_is_repeated(
     call: str,
     name: str,
-    state: dict[str, object],
+    state: dict[str, Any],
     where: Path,
     lab: Lab,
     tmp_path: Path,
