@@ -45,7 +45,7 @@ from fastserial.formats.safetensors import (
 )
 from fastserial.formats.source import DescriptorSource
 from fastserial.interrupts import finish
-from fastserial.reports import LoadReport, SaveReport, publish_load, publish_save
+from fastserial.reports import LoadReport, RankReport, SaveReport, publish_load, publish_save
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -142,6 +142,7 @@ def save_folder(
         reports[0],
         path=name,
         bytes=sum(one.bytes for one in reports),
+        ranks=_summed([one.ranks for one in reports]),
         seconds=perf_counter() - began,
     )
     publish_save(report, config.on_report)
@@ -308,6 +309,7 @@ def load_folder(
         reports[0],
         path=folder,
         bytes=sum(one.bytes for one in reports),
+        ranks=_summed([one.ranks for one in reports]),
         direct_bytes=sum(one.direct_bytes for one in reports),
         cached_bytes=sum(one.cached_bytes for one in reports),
         seconds=perf_counter() - began,
@@ -340,6 +342,20 @@ def _files_of(folder: str) -> dict[str, list[str]]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(f"it is no index: {error}", path=index) from error
     return files
+
+
+def _summed(files: Sequence[Sequence[RankReport]]) -> tuple[RankReport, ...]:
+    """Return what each rank did for all files."""
+    return tuple(
+        replace(
+            parts[0],
+            bytes=sum(one.bytes for one in parts),
+            sent_bytes=sum(one.sent_bytes for one in parts),
+            received_bytes=sum(one.received_bytes for one in parts),
+            phases={name: sum(one.phases[name] for one in parts) for name in parts[0].phases},
+        )
+        for parts in zip(*files, strict=True)
+    )
 
 
 # -- tensors -------------------------------------------------------------------------------------
