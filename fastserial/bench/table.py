@@ -173,7 +173,8 @@ class Result:
         memory = f"{size(machine['memory_bytes'])} memory"
         return [
             f"{processor}, {memory}, {machine['kernel']}, {versions}",
-            f"{folder.file_system} on {folder.device or 'no block device'}, {size(folder.free_bytes)} free",
+            f"{folder.file_system} on {folder.device or 'no block device'}, "
+            f"{size(folder.free_bytes)} free",
             self.caption,
         ]
 
