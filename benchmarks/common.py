@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,9 @@ class Script:
         pause = "seconds of rest before each run, when no page is dirty; 0: nothing is waited for"
         self.add("--pause", type=float, default=0.3, help=pause)
         self.add("--json", type=Path, metavar="FILE", help="also write everything here")
+        self.add(
+            "--csv", type=Path, metavar="FILE", help="also write the rows; ranges: the medians"
+        )
         self.add("--plot", type=Path, metavar="FILE", help="also draw them (.png, .svg, .pdf)")
 
     def add(self, name: str, **settings: Any) -> None:
@@ -103,7 +107,7 @@ class Script:
             self.parser.set_defaults(**self._short)
         options = self.parser.parse_args()
         try:
-            check_files(options.json, options.plot)
+            check_files(options.json, options.csv, options.plot)
             if options.plot is not None:
                 _new_figure(1, 1)
             if not options.short:
@@ -111,12 +115,35 @@ class Script:
             result = measure(options, show_line)
             result.show()
             result.write(options.json)
+            if options.csv is not None:
+                write_csv(result, options.csv)
             if options.plot is not None:
                 draw(result, self._picture, options.plot)
         except (FastserialError, OSError) as error:
             say(f"error: {error}", err=True)
             raise SystemExit(2) from None
         raise SystemExit(0 if result.right else 1)
+
+
+def write_csv(result: Result, path: Path) -> None:
+    """Write the rows of all tables, each with the title of its table; of a range the median.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    rows = [
+        {
+            "table": table.title,
+            **{key: one.median if isinstance(one, Spread) else one for key, one in row.items()},
+        }
+        for table in result.tables
+        for row in table.rows
+    ]
+    names = dict.fromkeys(name for row in rows for name in row)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(names), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 # -- plots ---------------------------------------------------------------------------------------

@@ -171,10 +171,10 @@ class Result:
         )
         processor = f"{machine['cpu']}, {machine['cores']} cores"
         memory = f"{size(machine['memory_bytes'])} memory"
+        disk = f"{folder.file_system} on {folder.device or 'no block device'}"
         return [
             f"{processor}, {memory}, {machine['kernel']}, {versions}",
-            f"{folder.file_system} on {folder.device or 'no block device'}, "
-            f"{size(folder.free_bytes)} free",
+            f"{disk}, {size(folder.free_bytes)} free",
             self.caption,
         ]
 
