@@ -59,7 +59,7 @@ class Config:
         small_file: files up to this many bytes are written through the page cache, without an
             engine. torch itself loads files up to twice, and cached ones up to four times this
             size: that takes it no longer.
-        progress: show a progress bar for each save.
+        progress: show on standard error how far a long save or load is.
         on_report: called with the `SaveReport` after each save, in the saving thread.
         verify_on_load: check the CRC-32 of every record that `torch.load` reads (zip files).
         fast_unpickler: pickles of `weights_only` loads that were checked to be plain are decoded by
