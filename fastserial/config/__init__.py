@@ -98,8 +98,8 @@ class Config:
     transfer: Transfer = "auto"
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            _check(field.name, getattr(self, field.name))
+        for option in fields(self):
+            _check(option.name, getattr(self, option.name))
 
     @property
     def never_direct(self) -> bool:
@@ -109,20 +109,12 @@ class Config:
 
 # -- the values of each option -------------------------------------------------------------------
 
-_BOOLEANS = (
-    "durable",
-    "preallocate",
-    "progress",
-    "verify_on_load",
-    "fast_unpickler",
-    "safetensors",
-)
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "direct": ("auto", True, False),
     "cache": get_args(Cache),
     "compare": get_args(Compare),
     "transfer": get_args(Transfer),
-    **dict.fromkeys(_BOOLEANS, (True, False)),
+    **{option.name: (True, False) for option in fields(Config) if option.type == "bool"},
 }
 _RANGES = {
     "block_size": range(PAGE, MAX_BLOCK + 1, PAGE),
