@@ -72,9 +72,7 @@ def traced(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def call(*args: _P.args, **keywords: _P.kwargs) -> _R:
-            if listener is None:
-                return function(*args, **keywords)
-            with _step(name):
+            with step(name):
                 return function(*args, **keywords)
 
         return call

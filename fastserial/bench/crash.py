@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from fastserial.bench.state import check_memory, scratch
 from fastserial.bench.torch_rows import fast, stock
 from fastserial.console import say
 
-__all__ = ["Crashes", "run_crash"]
+__all__ = ["NEW", "OLD", "run_crash"]
 
 _SAVERS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "stock torch": stock,
@@ -33,29 +32,14 @@ _SAVERS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 }
 _TENSOR = 16 << 20  # bytes of one tensor
 _SLACK = 64 << 20
-_FIRST, _OLD, _NEW = 1, 2, 3  # the first save makes the file; the second is timed; the third dies
-
-
-@dataclass
-class Crashes:
-    """What `torch.load` got after the kills of one kind of save.
-
-    Attributes:
-        name: `stock torch` or `fastserial`.
-        old, new: how often the previous checkpoint, or the new one, whole.
-        errors: how often nothing that loads, by the error.
-    """
-
-    name: str
-    old: int = 0
-    new: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
+_STEPS = (1, 2, 3)  # the first save makes the file; the second is timed; the third is killed
+OLD, NEW = "the old checkpoint", "the new checkpoint"
 
 
 def run_crash(
     folder: Path, nbytes: int, runs: int, say: Callable[[str], None] = lambda text: None
-) -> list[Crashes]:
-    """Kill `runs` saves of each kind; return what was left.
+) -> dict[str, Counter[str]]:
+    """Kill `runs` saves of each kind.
 
     Args:
         folder: where to write; it needs room for two checkpoints.
@@ -63,18 +47,22 @@ def run_crash(
         runs: kills of each kind.
         say: gets a line when something begins.
 
+    Returns:
+        By kind of save, how often `torch.load` got the `OLD` checkpoint, the `NEW` one, whole, or
+        an error, by its text.
+
     Raises:
         BenchError: there is too little memory or disk, or a saving process failed.
     """
     check_memory(2 * nbytes)
-    found = [Crashes(name) for name in _SAVERS]
+    found: dict[str, Counter[str]] = {name: Counter() for name in _SAVERS}
     with scratch(folder, 2 * nbytes + _SLACK) as inside:
         for run in range(runs):
-            for crashes in found:
-                say(f"{crashes.name}, kill {run + 1} of {runs}")
+            for name, outcomes in found.items():
+                say(f"{name}, kill {run + 1} of {runs}")
                 path = inside / "ckpt.pt"
-                _kill_a_save(crashes.name, path, nbytes)
-                _look(path, crashes)
+                _kill_a_save(name, path, nbytes)
+                outcomes[_outcome(path)] += 1
                 path.unlink(missing_ok=True)
     return found
 
@@ -92,21 +80,17 @@ def _kill_a_save(name: str, path: Path, nbytes: int) -> None:
             process.send_signal(signal.SIGKILL)
 
 
-def _look(path: Path, crashes: Crashes) -> None:
-    """Count what stock `torch.load` gets."""
+def _outcome(path: Path) -> str:
+    """Return what stock `torch.load` gets."""
     with stock():
         try:
             state = torch.load(path, weights_only=True)
         except Exception as error:  # whatever it is: the checkpoint is lost
-            crashes.errors[str(error).split("\n")[0].split(". ")[0]] += 1
-            return
+            return str(error).split("\n")[0].split(". ")[0]
     step = state["step"]
     if not all(bool((tensor == step).all()) for tensor in state["weights"]):
-        crashes.errors["it loads, with weights of two checkpoints"] += 1
-    elif step == _NEW:
-        crashes.new += 1
-    else:
-        crashes.old += 1
+        return "it loads, with weights of two checkpoints"
+    return NEW if step == _STEPS[-1] else OLD
 
 
 def _state(step: int, nbytes: int) -> dict[str, Any]:
@@ -118,8 +102,8 @@ def _state(step: int, nbytes: int) -> dict[str, Any]:
 def _save(name: str, path: Path, nbytes: int) -> None:
     """Save three checkpoints to a path; print how long one takes before the last begins."""
     with _SAVERS[name]():
-        torch.save(_state(_FIRST, nbytes), path)
-        old, new = _state(_OLD, nbytes), _state(_NEW, nbytes)
+        torch.save(_state(_STEPS[0], nbytes), path)
+        old, new = (_state(step, nbytes) for step in _STEPS[1:])
         start = time.perf_counter()
         torch.save(old, path)
         say(time.perf_counter() - start)

@@ -61,7 +61,7 @@ class Config:
             size: that takes it no longer.
         retry_seconds: how long a save to a path on a network file system or FUSE is repeated as a
             whole while it fails with EIO, ESTALE or ETIMEDOUT; 0: never.
-        progress: show a progress bar for each save.
+        progress: show on standard error how far a long save or load is.
         on_report: called with the `SaveReport` after each save, in the saving thread.
         verify_on_load: check the CRC-32 of every record that `torch.load` reads (zip files).
         fast_unpickler: pickles of `weights_only` loads that were checked to be plain are decoded by
@@ -101,8 +101,8 @@ class Config:
     transfer: Transfer = "auto"
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            _check(field.name, getattr(self, field.name))
+        for option in fields(self):
+            _check(option.name, getattr(self, option.name))
 
     @property
     def never_direct(self) -> bool:
@@ -112,20 +112,12 @@ class Config:
 
 # -- the values of each option -------------------------------------------------------------------
 
-_BOOLEANS = (
-    "durable",
-    "preallocate",
-    "progress",
-    "verify_on_load",
-    "fast_unpickler",
-    "safetensors",
-)
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "direct": ("auto", True, False),
     "cache": get_args(Cache),
     "compare": get_args(Compare),
     "transfer": get_args(Transfer),
-    **dict.fromkeys(_BOOLEANS, (True, False)),
+    **{option.name: (True, False) for option in fields(Config) if option.type == "bool"},
 }
 _RANGES = {
     "block_size": range(PAGE, MAX_BLOCK + 1, PAGE),

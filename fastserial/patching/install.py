@@ -216,7 +216,7 @@ def get_original(name: str) -> Any:
         AttributeError: torch has no such name.
     """
     module = importlib.import_module(_HOME)
-    swap = _swap_of(name)
+    swap = _swap_of(name, _ready)
     return getattr(module, name) if swap is None else swap.original
 
 
@@ -234,12 +234,12 @@ def patched(name: str) -> Callable[..., Any] | None:
             except PatchError as error:
                 _log.info("%s", error)
                 return None
-    swap = _swap_of(name)
+        swap = _swap_of(name, _ready)
     return None if swap is None else swap.ours
 
 
-def _swap_of(name: str) -> Swap | None:
-    swaps = _ready.swaps if _ready is not None else ()
+def _swap_of(name: str, found: Installation | None) -> Swap | None:
+    swaps = found.swaps if found is not None else ()
     return next((swap for swap in swaps if swap.name == name), None)
 
 
