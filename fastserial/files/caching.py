@@ -1,10 +1,10 @@
-"""Which bytes go through the page cache, and which directly to the disk.
+"""Which bytes pass through the page cache, and which are read and written directly.
 
 A node should read a byte from its disk no more often than with stock torch: several processes that
 load one file share what each of them reads, and a second load, or a load after a save, finds it in
 memory. Direct I/O loses that. So
 
-- loads read through the page cache any file it has room for;
+- loads read any file through the page cache that fits in it;
 - saves write through it to a device that is slower than the page cache, where that costs no time
   because the device is waited for in any case, and directly to a faster one.
 
@@ -43,7 +43,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def fits(nbytes: int) -> bool:
-    """Return whether the page cache has room for that many bytes."""
+    """Return whether that many bytes fit in the page cache."""
     if nbytes <= ALWAYS_FITS:
         return True
     available = available_bytes()
@@ -95,17 +95,17 @@ def _probe(fd: int, offset: int, length: int) -> float | None:
     nowait = getattr(os, "RWF_NOWAIT", None)
     if nowait is None:
         return None
-    places = sorted({offset + (length - 1) * step // (_PROBES - 1) for step in range(_PROBES)})
+    offsets = sorted({offset + (length - 1) * step // (_PROBES - 1) for step in range(_PROBES)})
     byte = bytearray(1)
     present = 0
-    for place in places:
+    for at in offsets:
         try:
-            present += os.preadv(fd, [byte], place, nowait)
+            present += os.preadv(fd, [byte], at, nowait)
         except BlockingIOError:
             continue
         except OSError:  # a file system without it
             return None
-    return present / len(places)
+    return present / len(offsets)
 
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4

@@ -1,7 +1,7 @@
-"""Where the bytes of a save go: decided, opened, committed, and explained if it fails.
+"""The destination of a save: chosen, opened, committed, and the errors of all that.
 
-There are two destinations: a `Replacement`, a new file that replaces the one at a path, and a
-`CallersFile`, a plain file object. Torch writes everything else itself.
+There are two kinds: a `Replacement`, a new file that replaces the one at a path, and a
+`CallersFile`, a plain file object. torch writes to everything else itself.
 
 A replacement is atomic: the path names the old file or the new one, never anything between. The new
 file is created without a name (`O_TMPFILE`) where the file system supports that, so that a killed
@@ -90,7 +90,7 @@ def temporary_name(name: str, number: int) -> str:
 
 @functools.cache
 def _can_link() -> bool:
-    """Return whether a nameless file can be given a name later: that takes /proc."""
+    """Return whether a nameless file can get a name later, for which /proc is needed."""
     return os.path.isdir("/proc/self/fd")
 
 
@@ -558,7 +558,7 @@ class CallersFile:
 
 
 Destination = Replacement | CallersFile
-"""Where the bytes of a save go.
+"""The destination of a save.
 
 Attributes of both:
     name: what the caller calls it.
@@ -577,7 +577,7 @@ nothing after `commit`.
 
 
 def save_error(error: OSError, target: PathTarget | Destination, needed: int | None) -> WriteError:
-    """Return the error of a save for a failed system call: what is left there, and a remedy.
+    """Return a failed system call as the error of a save, which names what is left and a remedy.
 
     Args:
         error: of the system call.

@@ -74,7 +74,8 @@ _STATX_BYTES = 256
 _ATTRIBUTES = struct.Struct("<8xQ40xQ")  # the attributes, and which of them are known
 _MASK, _MOUNT, _ALIGNMENTS = struct.Struct("=I"), struct.Struct("=144xQ"), struct.Struct("=152xII")
 _StatFs = ctypes.c_long * 32  # more than any machine's `struct statfs`, which begins with the type
-_INTERRUPTIONS = 8  # how often reserving space is started over
+# EPERM: of a container's filter of system calls
+_NOT_RESERVED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV, errno.EPERM, errno.EINTR)
 _LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length, process
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -133,10 +134,10 @@ def mount_of(path: str) -> int:
     return int(_MOUNT.unpack_from(found)[0]) if found is not None else 0
 
 
-def is_out_of_inodes(place: int | str) -> bool:
+def is_out_of_inodes(path: str) -> bool:
     """Return whether the file system can hold no more files, however small."""
     try:
-        stats = os.statvfs(place)
+        stats = os.statvfs(path)
     except OSError:
         return False
     return stats.f_files > 0 and stats.f_favail == 0
@@ -159,23 +160,19 @@ def is_locked(fd: int) -> bool:
 def preallocate(fd: int, offset: int, length: int) -> bool:
     """Reserve space for `length` bytes at `offset`; the file grows to hold them.
 
-    Returns False where the file system cannot, or where signals are too frequent: some file systems
-    start over after each.
+    Returns False where the file system cannot, or where a signal came: some file systems start over
+    after each.
 
     Raises:
         OSError: there is not enough space (ENOSPC, EDQUOT, EFBIG), or the disk failed.
     """
     call = _libc.fallocate
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    for _ in range(_INTERRUPTIONS):  # between two calls, Python runs the signal's handler
-        if call(fd, 0, offset, length) == 0:
-            return True
-        number = ctypes.get_errno()
-        # EPERM: of a container's filter of system calls
-        if number in (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV, errno.EPERM):
-            return False
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number))
+    if call(fd, 0, offset, length) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number not in _NOT_RESERVED:
+        raise OSError(number, os.strerror(number))
     return False
 
 
@@ -208,13 +205,13 @@ def synced(fd: int) -> bool:
     return True
 
 
-def free_bytes(place: int | str) -> int:
+def free_bytes(file: int | str) -> int:
     """Return the bytes an unprivileged user can still write to the file system of a path or fd.
 
     Raises:
         OSError: it does not exist any more.
     """
-    stats = os.statvfs(place)
+    stats = os.statvfs(file)
     return stats.f_bavail * stats.f_frsize
 
 

@@ -97,7 +97,7 @@ class FileStamp(NamedTuple):
     empty where only the size is to be compared.
     """
 
-    place: tuple[int, int]
+    identity: tuple[int, int]
     size: int
     modified: int
     ends: tuple[bytes, ...] = ()
@@ -105,7 +105,7 @@ class FileStamp(NamedTuple):
     def holds_for(self, fd: int) -> bool:
         """Return whether a file has not changed since, as far as is known."""
         found = os.fstat(fd)
-        if ((found.st_dev, found.st_ino), found.st_size) != (self.place, self.size):
+        if ((found.st_dev, found.st_ino), found.st_size) != (self.identity, self.size):
             return False
         if found.st_mtime_ns == self.modified or not self.ends:
             return True

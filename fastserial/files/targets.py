@@ -312,7 +312,7 @@ def _tried(directory: int) -> Reason | None:
 
 # Made for the old content: the kernel takes them off a file that is written to.
 _OF_THE_CONTENT = frozenset({"security.capability", "security.evm", "security.ima"})
-# Users, administrators and the kernel rely on these; other kinds are the file system's own affair.
+# Users, administrators and the kernel rely on these; other kinds belong to the file system.
 _KEPT = ("user.", "security.", "system.", "btrfs.")
 _ACL = "system."
 _NOBODY = 65534  # what the kernel shows for an owner who is not known here

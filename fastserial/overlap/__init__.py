@@ -1,1 +1,1 @@
-"""Saves beside a running program: snapshots and pending saves."""
+"""Saves in the background of a running program: snapshots and pending saves."""

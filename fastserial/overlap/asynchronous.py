@@ -163,17 +163,17 @@ def start_save(
     if isinstance(found, str):
         _log.debug("%s: saved before the call returns: %s", name, found)
         work = partial(_save_now, obj, name, target, arguments, found, then, prefix, otherwise)
-        return pending.finished(str(name), target, work)
+        return pending.run_at_once(str(name), target, work)
     found.then = then
     del obj
     save = PendingSave(name, target, taken)
     if taken.kind == "blocking":
-        return pending.finished(name, target, found)
+        return pending.run_at_once(name, target, found)
     try:
         with quick_switches():
-            started = pending.run_beside(save, found, taken)
+            started = pending.run_in_background(save, found, taken)
         if not started:
-            return pending.finished(name, target, found)
+            return pending.run_at_once(name, target, found)
         taken.end_call()
     except BaseException:  # Ctrl-C
         taken.abandon()

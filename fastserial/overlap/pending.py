@@ -29,7 +29,7 @@ from fastserial.overlap.snapshot import Snapshot
 from fastserial.overlap.threads_at import at_rest
 from fastserial.reports import SaveReport
 
-__all__ = ["PendingSave", "admit", "finished", "run_beside", "wait_all"]
+__all__ = ["PendingSave", "admit", "run_at_once", "run_in_background", "wait_all"]
 
 _log = logging.getLogger("fastserial")
 _MOST = 2  # one is written, one waits for its turn
@@ -182,7 +182,7 @@ def _blocking_save(target: str) -> PendingSave | None:
     return next((save for save in saves if save._target == target), oldest)
 
 
-def run_beside(
+def run_in_background(
     save: PendingSave,
     work: Callable[[], SaveReport],
     taken: Snapshot,
@@ -235,7 +235,7 @@ def _is_saving() -> bool:
     return any(save._thread == me for save in list(_pending))
 
 
-def finished(path: str, target: str, work: Callable[[], SaveReport]) -> PendingSave:
+def run_at_once(path: str, target: str, work: Callable[[], SaveReport]) -> PendingSave:
     """Do the work of a save on the calling thread.
 
     Raises:

@@ -264,9 +264,8 @@ class Snapshot:
 
     def _choose(self, parts: Sequence[StoragePart]) -> list[bool]:
         """Return which parts are copied; watch the counters of the others."""
-        in_place = self.kind == "in_place"
         versions: list[list[tuple[torch.Tensor, int]] | None] = [None] * len(parts)
-        if in_place:
+        if self.kind == "in_place":
             versions = [self._watchable(part.storage) for part in parts]
         watched = [found is not None for found in versions]
         copies = [not part.nbytes for part in parts]
@@ -276,12 +275,8 @@ class Snapshot:
         for index in sorted(order, key=lambda index: watched[index]):
             nbytes = parts[index].nbytes
             need = _padded(nbytes)
-            if in_place and watched[index]:
-                if 0 < nbytes <= _SMALL and need <= small:
-                    copies[index] = True
-                    small -= need
-                    room -= need
-            elif nbytes and need <= room:
+            fits = need <= room if not watched[index] else nbytes <= _SMALL and need <= small
+            if nbytes and fits:
                 copies[index] = True
                 room -= need
                 small -= need

@@ -5,9 +5,9 @@ several processes, can write one file together (`clip` divides a layout). An ext
 checksums of other writers is written once their ledgers are merged.
 
 A block is at most `block_size` bytes and ends at a multiple of `block_size` in the file. It is
-filled from the parts it covers while others are written (FastPersist's double buffering), by the
-current `Route`. On a direct route the unaligned first and last page of a range are written through
-the page cache; no page is written both directly and through it.
+filled while others are written (FastPersist's double buffering), by the current `Route`. On a
+direct route the unaligned first and last page of a range are written through the page cache; no
+page is written both directly and through it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class ExtentWriter:
         self._config = config
         self._on_progress = on_progress
         self._expected: int | None = None
-        self._nbytes = 0  # given so far
+        self._nbytes = 0  # passed to `write` so far
         self._route: Route | None = None  # of blocks, once there is one
         self._queue: RequestQueue | None = None  # ... and its engine,
         self._trial: Trial | None = None  # ... of the device, while it lasts
@@ -429,7 +429,7 @@ class DeviceBlocks:
     """Starts the copies from devices for the blocks of one file. Used by the submitting thread.
 
     Attributes:
-        ring: staging buffers for parts from devices; None: there are none, or not yet.
+        ring: staging buffers for extents from devices; None: there are none, or not yet.
     """
 
     def __init__(self, config: Config) -> None:
@@ -449,10 +449,10 @@ class DeviceBlocks:
         self._transfer = Transfer("cpu_gpu", why)
 
     def join(self, devices: Collection[torch.device], begun: bool) -> None:
-        """Prepare for parts from devices, as they are after the work queued there now.
+        """Prepare for extents from devices, with their content after the work that is queued now.
 
         Args:
-            devices: where the parts are.
+            devices: that hold the extents.
             begun: the engine has its buffers already.
         """
         self._devices.update(devices)
@@ -464,7 +464,7 @@ class DeviceBlocks:
             self.copy_at_once("the file began with blocks of the host")
 
     def open_ring(self, engine: Engine) -> Ring | None:
-        """Return staging buffers for parts from devices; None: there are no such parts."""
+        """Return staging buffers for extents from devices; None: there are no such extents."""
         if self._devices:
             any_memory = engine.capabilities.any_memory
             self.ring, self._transfer = open_ring(self._config, self._devices, any_memory)

@@ -56,7 +56,8 @@ class BlockContent:
         length: bytes of them all.
         ledger: collects and gives the CRC-32s; None: none are wanted.
         files: keeps the descriptors open.
-        ring: copies device memory to the buffer; None: there is none, or it goes past the host.
+        ring: copies device memory to the buffer; None: there is none of it, or it does not pass
+            through the host.
     """
 
     extents: list[Extent]
@@ -115,10 +116,10 @@ def fill(
     Extents that need checksums are filled last: they may wait for threads that fill earlier blocks.
 
     Args:
-        extents: what to put there.
+        extents: what is copied.
         ledger: collects and gives the CRC-32s.
         view, address: the memory, of at least as many bytes.
-        copied: the `device_copies` are there already.
+        copied: the `device_copies` are made already.
     """
     at = 0
     late: list[tuple[int, Extent]] = []
@@ -177,8 +178,8 @@ def _fill_data(
         memory.check()
         copy_to = _do_not_copy
     elif trace.listener is not None:
-        near = isinstance(memory, HostMemory)
-        copy_to = trace.traced("copy" if near else "copy from the device (D2H)")(copy_to)
+        on_host = isinstance(memory, HostMemory)
+        copy_to = trace.traced("copy" if on_host else "copy from the device (D2H)")(copy_to)
     if trace.listener is not None:
         checksum = trace.traced("CRC-32")(checksum)
     crc = 0

@@ -23,7 +23,7 @@ __all__ = ["Route", "choose_route"]
 
 _COMPRESSED = Reason("the file system compresses this file, but not direct writes", QUICKER)
 _REFUSED = Reason("direct I/O refused at the first write: Invalid argument", SEE_DOCTOR)
-_Kind = Literal["direct", "cached", "trial"]
+_RouteKind = Literal["direct", "cached", "trial"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Route:
         fallback: why this is not the fastest route, or None.
     """
 
-    kind: _Kind
+    kind: _RouteKind
     engine: EngineFactory | None
     block_size: int
     queue_depth: int
@@ -89,7 +89,7 @@ def choose_route(fd: int, files: Descriptors, config: Config, expected: int | No
         depth, threads = min(blocks, depth), min(blocks, threads)
     engine = load(config.engine) if isinstance(config.engine, str) else config.engine
     found = DirectFile(-1)
-    kind: _Kind = "cached"
+    kind: _RouteKind = "cached"
     if config.never_direct:
         pass
     elif config.direct is not True and compresses(fd):
@@ -112,7 +112,7 @@ def choose_route(fd: int, files: Descriptors, config: Config, expected: int | No
     )
 
 
-def _fastest(fd: int, config: Config, capabilities: Capabilities, nbytes: int) -> _Kind:
+def _fastest(fd: int, config: Config, capabilities: Capabilities, nbytes: int) -> _RouteKind:
     """Return the fastest kind for a file that takes direct I/O; of equals, the cached one."""
     if not capabilities.any_memory:
         return "direct"  # such an engine is slow with the page cache

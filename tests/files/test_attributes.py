@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
@@ -320,3 +321,25 @@ def test_a_file_in_an_append_only_directory(target: Path, named: bool, there: bo
     if there:
         check_saved(target, before)
     assert os.listdir(target.parent) == ["x.pt"]
+
+
+# -- programs that watch the directory -----------------------------------------------------------
+
+
+@pytest.mark.usefixtures("named")
+@pytest.mark.parametrize("there", [True, False])
+def test_a_watcher_sees_one_whole_file(target: Path, there: bool) -> None:
+    """As docs/guide/durability.md says, under the target's name."""
+    if not there:
+        target.unlink()
+    libc, close_write, moved_to = ctypes.CDLL(None), 0x8, 0x80
+    fd = libc.inotify_init1(os.O_NONBLOCK)
+    assert libc.inotify_add_watch(fd, os.fsencode(target.parent), close_write | moved_to) > 0
+    with os.fdopen(fd, "rb", buffering=0) as watch:
+        save(target)
+        events, seen = watch.read(4096), []
+    while events:
+        _, mask, _, length = struct.unpack_from("iIII", events)
+        seen.append((mask, events[16 : 16 + length].rstrip(b"\0")))
+        events = events[16 + length :]
+    assert [mask for mask, name in seen if name == b"x.pt"] == [moved_to, close_write]

@@ -10,7 +10,6 @@ import io
 import itertools
 import os
 import resource
-import threading
 import time
 import weakref
 import zipfile
@@ -27,8 +26,6 @@ from fastserial import FastFileWriter, WriteError, config, progress
 from fastserial.engines.threads import ThreadsEngine, transfer
 from fastserial.files import destination, linux
 from fastserial.files.destination import temporary_name
-from fastserial.memory.buffers import BufferPool
-from fastserial.saving import fill
 from fastserial.saving.archive import ZipArchive
 
 BLOCKS = {"block_size": 64 * 1024, "queue_depth": 3, "small_file": 0, "cache": "drop"}
@@ -109,34 +106,6 @@ def test_any_calls_in_any_order(tmp_path: Path, seed: int) -> None:
                     tensor.fill_(0)  # they are the caller's again
             assert writer.tell() == len(expected)
     assert (tmp_path / "f").read_bytes() == expected
-
-
-def test_saves_do_not_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a pack is cut by a block's end: a forked child would wait for ever."""
-    live = {str(i): torch.full((5000,), i) for i in range(50)}
-    real = fill._packed
-    inside, done = threading.Event(), threading.Event()
-
-    def packed(*arguments: Any) -> bytes:
-        if not inside.is_set():
-            inside.set()
-            assert done.wait(20)
-        return real(*arguments)
-
-    monkeypatch.setattr(fill, "_packed", packed)
-    with installed(**BLOCKS):
-        first = threading.Thread(target=torch.save, args=(live, tmp_path / "a"), daemon=True)
-        first.start()
-        assert inside.wait(20)
-        second = threading.Thread(target=torch.save, args=(live, tmp_path / "b"), daemon=True)
-        second.start()
-        second.join(10)
-        waits = second.is_alive()
-        done.set()
-        first.join(20)
-        second.join(20)
-    assert not waits
-    assert torch.load(tmp_path / "a")["49"].equal(live["49"])
 
 
 def test_a_full_disk_keeps_what_was_in_the_callers_file(tmp_path: Path) -> None:
@@ -371,28 +340,25 @@ def test_a_lock_of_the_callers_stays(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "f", weights_only=False) == data
 
 
-def test_no_direct_io_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linux, "direct_alignment", lambda fd: None)
+NO_DIRECT = {
+    "the file system has no direct I/O for this file": None,
+    "block_size is not a multiple of the device's 131072 bytes": linux.DirectAlignment(
+        131072, 131072, True
+    ),
+}
+
+
+@pytest.mark.parametrize("fallback", NO_DIRECT)
+def test_no_direct_io_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallback: str
+) -> None:
+    monkeypatch.setattr(linux, "direct_alignment", lambda fd: NO_DIRECT[fallback])
     data = noise(1_000_000)
     with FastFileWriter(tmp_path / "f", config.current(**BLOCKS)) as writer:
         writer.write(data)
     assert (tmp_path / "f").read_bytes() == data
     assert writer.report is not None
-    assert writer.report.fallback == "the file system has no direct I/O for this file"
-
-
-def test_a_larger_sector_than_the_block_goes_buffered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sector = linux.DirectAlignment(16384, 16384, True)
-    monkeypatch.setattr(linux, "direct_alignment", lambda fd: sector)
-    data = noise(100_000)
-    options = {**BLOCKS, "block_size": 4096}
-    with FastFileWriter(tmp_path / "f", config.current(**options)) as writer:
-        writer.write(data)
-    assert (tmp_path / "f").read_bytes() == data
-    assert writer.report is not None
-    assert not writer.report.direct
+    assert (writer.report.direct, writer.report.fallback) == (False, fallback)
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EISDIR])
@@ -539,19 +505,6 @@ def status(field: str) -> int:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     raise LookupError(field)
-
-
-def test_pool_hands_out_aligned_buffers() -> None:
-    pool = BufferPool(3, 8192)
-    buffers = [pool.take() for _ in range(3)]
-    assert pool.free == 0
-    assert all(buffer.address % 4096 == 0 and buffer.nbytes == 8192 for buffer in buffers)
-    with pytest.raises(fastserial.errors.EngineError):
-        pool.take()
-    pool.give(buffers[0])
-    assert pool.take() is buffers[0]
-    del buffers
-    pool.close()
 
 
 class Memory(bytearray):

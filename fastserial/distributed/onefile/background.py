@@ -128,13 +128,13 @@ def start_save(
             del found, modules, obj
             work = _BackgroundSave(saving, traffic, taken, then)
             save = PendingSave(path, target, taken)
-            beside = pending.run_beside(save, work, taken, traffic.idle.clear)
+            beside = pending.run_in_background(save, work, taken, traffic.idle.clear)
     except BaseException:
         if saving is not None:
             saving.give_up()
         raise
     if not beside:
-        return pending.finished(path, target, work)
+        return pending.run_at_once(path, target, work)
     try:
         taken.end_call()
     except BaseException:  # Ctrl-C
