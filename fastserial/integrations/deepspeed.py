@@ -181,7 +181,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
             except OSError as error:
                 self.fail(error)
         failure, self._failure = self._failure, None
-        _agree(failure, f"checkpoint {info.tag}")
+        _raise_on_all(failure, f"checkpoint {info.tag}")
         return True
 
     def conclude(self) -> None:
@@ -216,7 +216,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
                 replace_text(os.path.join(save_dir, _LATEST), self.info.tag)
             except OSError as error:
                 failure = error
-        _agree(failure, _LATEST)
+        _raise_on_all(failure, _LATEST)
 
 
 _engines: weakref.WeakSet[FastserialCheckpointEngine] = weakref.WeakSet()
@@ -235,7 +235,7 @@ def _at_exit() -> None:
             )
 
 
-def _agree(failure: BaseException | None, what: str) -> None:
+def _raise_on_all(failure: BaseException | None, what: str) -> None:
     """Return if no rank failed; else raise on all of them."""
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
     reasons = [text] * dist.get_world_size()

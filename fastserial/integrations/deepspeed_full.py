@@ -132,18 +132,18 @@ def load_full(
         loading = _EngineLoad(engine, shards, value, optimizer)
         if strict:
             loading.compare(name)
-    shards.gathered(False)
+    shards.hold_parameters(False)
     try:
         with _options(engine), torch.no_grad():
             distributed.load(path, loading.into, strict=False, cast=True, timeout=timeout)
             with collective(None, timeout):
-                loading.give_extra_state()
+                loading.load_extra_state()
             with collective(None, timeout):
                 loading.finish()
     except LoadMismatchError:  # after other errors a rank may have ended
-        shards.gathered(True)
+        shards.hold_parameters(True)
         raise
-    shards.gathered(True)
+    shards.hold_parameters(True)
     return loading.client_state
 
 
@@ -230,7 +230,7 @@ class _EngineLoad:
         self._is_full = isinstance(module, Mapping)
         self._keys = set(module if isinstance(module, Mapping) else value)
         self._weights = shards.weights(master=True, in_place=True)
-        self._loose = [
+        self._extra_keys = [
             key
             for key, one in self._weights.items()
             if not isinstance(one, torch.Tensor | FlatShard)
@@ -240,30 +240,28 @@ class _EngineLoad:
         if self._is_full:
             self.into = {**dict.fromkeys(value), "module": self._weights}
             self.into.pop("optimizer", None)
-        self._kinds: dict[str, dict[str, torch.dtype | None]] | None = None
+        self._dtypes: dict[str, dict[str, torch.dtype | None]] | None = None
         if self._is_full and optimizer and isinstance(states, Mapping):
-            self._kinds = _kinds_of(states["state"])
-            self.into["optimizer"] = {"state": self._states(self._kinds), "param_groups": None}
+            self._dtypes = _dtypes_of(states["state"])
+            self.into["optimizer"] = {"state": self._states(self._dtypes), "param_groups": None}
 
     def _states(
-        self, kinds_of: Mapping[str, Mapping[str, torch.dtype | None]]
+        self, dtypes_of: Mapping[str, Mapping[str, torch.dtype | None]]
     ) -> dict[str, dict[str, Any]]:
         """Return each parameter's part of the optimizer's state; new where there is none yet."""
         states: dict[str, dict[str, Any]] = {}
         for one in self._shards.trained:
-            kinds = kinds_of.get(one.name)
+            dtypes = dtypes_of.get(one.name)
             new = self._new.setdefault(one.partition, {})
-            if kinds is None:
+            if dtypes is None:
                 continue
             own = self._shards.base.state.get(one.partition, {})
-            for key, dtype in kinds.items():
+            for key, dtype in dtypes.items():
                 if key not in new:
-                    new[key] = (
-                        None if dtype is None else _memory_for(own.get(key), one.partition, dtype)
-                    )
+                    new[key] = _memory_for(own.get(key), one.partition, dtype)
             states[one.name] = {
                 key: None if dtype is None else one.range.of(new[key])
-                for key, dtype in kinds.items()
+                for key, dtype in dtypes.items()
             }
         return states
 
@@ -273,14 +271,12 @@ class _EngineLoad:
         Raises:
             LoadMismatchError: they are not the same.
         """
-        mine = self._weights.keys()
-        lines = [f"not in the file: {key}" for key in mine - self._keys]
-        lines += [f"only in the file: {key}" for key in self._keys - mine]
-        if self._kinds:
-            names = {one.name for one in self._shards.trained}
-            stored = self._kinds.keys()
-            lines += [f"not in the file: optimizer.state.{name}" for name in names - stored]
-            lines += [f"only in the file: optimizer.state.{name}" for name in stored - names]
+        mine, stored = set(self._weights), set(self._keys)
+        if self._dtypes:
+            mine |= {f"optimizer.state.{one.name}" for one in self._shards.trained}
+            stored |= {f"optimizer.state.{name}" for name in self._dtypes}
+        lines = [f"not in the file: {key}" for key in mine - stored]
+        lines += [f"only in the file: {key}" for key in stored - mine]
         if lines:
             shown = "\n\t".join(sorted(lines)[:_SHOWN])
             more = f"\n\t... and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
@@ -291,33 +287,33 @@ class _EngineLoad:
         found = self.into.get("client_state") if self._is_full else None
         return found if isinstance(found, dict) else {}
 
-    def give_extra_state(self) -> None:
+    def load_extra_state(self) -> None:
         """Let the module load its values that are not tensors."""
-        if self._loose:
-            extra = {key: self._weights[key] for key in self._loose}
+        if self._extra_keys:
+            extra = {key: self._weights[key] for key in self._extra_keys}
             self._engine.module.load_state_dict(extra, strict=False)
 
     def finish(self) -> None:
         """Update the module's weights, and take the values that were not filled in place."""
         shards = self._shards
-        shards.spread()
-        if self._kinds is None:
+        shards.update_module()
+        if self._dtypes is None:
             return
         optimizer = self.into["optimizer"]
         for one in shards.trained:
             for key, value in optimizer["state"].get(one.name, {}).items():
                 if not isinstance(value, FlatShard):
-                    self._take(one, key, value)
+                    self._set_shared(one, key, value)
         for partition, state in self._new.items():
             shards.base.state[partition] = state
-        shards.link()
+        shards.relink_states()
         groups = {name: group for group in optimizer["param_groups"] for name in group["params"]}
         for group, names in zip(shards.base.param_groups, shards.groups(), strict=True):
             stored = groups.get(names[0], {}) if names else {}
             group.update({key: value for key, value in stored.items() if key != "params"})
         self._restore_progress()
 
-    def _take(self, one: TrainedParameter, key: str, value: Any) -> None:
+    def _set_shared(self, one: TrainedParameter, key: str, value: Any) -> None:
         """Take a value that the parameters of a partition share, such as a count of steps."""
         known = self._new[one.partition][key]
         if known is not None and bool(known != value):
@@ -341,7 +337,7 @@ class _EngineLoad:
                 setattr(engine, name, into[name])
 
 
-def _kinds_of(states: Mapping[str, Any]) -> dict[str, dict[str, torch.dtype | None]]:
+def _dtypes_of(states: Mapping[str, Any]) -> dict[str, dict[str, torch.dtype | None]]:
     """Return the optimizer's state by parameters: the dtype of tensors of the parameter's size."""
     # A parameter of one element does not show whether an entry has its size; others do.
     divided = {
@@ -356,8 +352,15 @@ def _kinds_of(states: Mapping[str, Any]) -> dict[str, dict[str, torch.dtype | No
     }
 
 
-def _memory_for(own: Any, partition: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory for an optimizer's state of a partition: the existing one, if there is one."""
+def _memory_for(
+    own: Any, partition: torch.Tensor, dtype: torch.dtype | None
+) -> torch.Tensor | None:
+    """Return memory for an optimizer's state of a partition: the existing one, if there is one.
+
+    None for values that are not tensors of the partition's size.
+    """
+    if dtype is None:
+        return None
     if isinstance(own, torch.Tensor) and own.shape == partition.shape:
         return own
     return torch.zeros_like(partition, dtype=dtype, requires_grad=False)

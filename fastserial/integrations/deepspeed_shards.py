@@ -167,7 +167,7 @@ class EngineShards:
             found[one.group].append(one.name)
         return found
 
-    def spread(self) -> None:
+    def update_module(self) -> None:
         """Copy the master weights into the module. Collective."""
         optimizer = self._optimizer
         if not self._stage3:
@@ -176,20 +176,20 @@ class EngineShards:
         for number in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
 
-    def link(self) -> None:
+    def relink_states(self) -> None:
         """Let DeepSpeed link the optimizer's states again, which may be new tensors."""
         if not self._stage3:
             self._optimizer._hp_optimizer_states_linked = False
             if all(self.base.state.values()):
                 self._optimizer._lazy_init_hp_params_optimizer_state()
 
-    def gathered(self, gather: bool) -> None:
-        """Under ZeRO 3, free or fetch the parameters that are kept whole. Collective."""
+    def hold_parameters(self, whole: bool) -> None:
+        """Under ZeRO 3, fetch or free the parameters that DeepSpeed keeps whole. Collective."""
         if self._stage3:
             optimizer = self._optimizer
             step: Callable[[], None] = (
                 optimizer.checkpoint_event_epilogue
-                if gather
+                if whole
                 else optimizer.checkpoint_event_prologue
             )
             step()

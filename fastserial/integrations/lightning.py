@@ -174,9 +174,9 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
         check_snapshot(snapshot, snapshot_budget)
         self._kind: Kind = snapshot
         self._budget = snapshot_budget
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._saves: list[PendingSave] = []  # whose outcomes no caller has seen
         self._replaced: dict[str, PendingSave] = {}  # files to be removed after a save
         self._removing = threading.RLock()  # a signal handler may save, too
@@ -189,7 +189,7 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _stock=None)
-        self._begin()
+        self._reset()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Path, storage_options: Any = None
@@ -200,7 +200,7 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             Exception: an earlier save failed and no caller has seen it; this one is not started.
             TypeError: as `FastCheckpointIO`.
         """
-        self._begin_in_child()
+        self._reset_in_child()
         self._raise_failed()
         super().save_checkpoint(checkpoint, path, storage_options)
 
@@ -213,7 +213,7 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
         state: Any = None,
     ) -> Any:
         """Return what a checkpoint holds, once the pending saves have ended."""
-        self._begin_in_child()
+        self._reset_in_child()
         for save in self._saves:
             save.exception()
         return super().load_checkpoint(path, map_location, weights_only, state=state)
@@ -224,7 +224,7 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
         Raises:
             OSError: it cannot be removed.
         """
-        self._begin_in_child()
+        self._reset_in_child()
         local = local_path(path)
         last = self._saves[-1] if self._saves else None
         if local is None or last is None or last.report is not None:
@@ -249,7 +249,7 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
         Raises:
             Exception: a save failed and no caller has seen it. Further errors are logged.
         """
-        self._begin_in_child()
+        self._reset_in_child()
         first: BaseException | None = None
         saves, self._saves = self._saves, []
         for save in saves:
@@ -279,10 +279,10 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             raise
         self._saves.append(save)
 
-    def _begin_in_child(self) -> None:
+    def _reset_in_child(self) -> None:
         """Forget the parent's saves in a forked child."""
         if self._pid != os.getpid():
-            self._begin()
+            self._reset()
 
     def _raise_failed(self) -> None:
         for save in [one for one in self._saves if one.done()]:

@@ -43,7 +43,7 @@ __all__ = ["MARK", "CheckpointCallback", "IncompleteCheckpointError", "is_comple
 
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _VERSION = 1
-_BEGUN = json.dumps({"version": _VERSION, "files": None})  # the mark of an unfinished folder
+_UNFINISHED = json.dumps({"version": _VERSION, "files": None})  # the mark of an unfinished folder
 _LAST_WRITTEN = "trainer_state.json"
 # `JITCheckpointCallback` has this file in a folder while it writes there.
 _SENTINEL = "checkpoint-is-incomplete.txt"
@@ -78,7 +78,7 @@ class CheckpointCallback(CallbackBase):
         if folder in self._states and state.is_world_process_zero:
             mark = folder / MARK
             self._suspended = folder, mark.read_text("utf-8") if mark.exists() else None
-            replace_text(str(mark), _BEGUN)
+            replace_text(str(mark), _UNFINISHED)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Restore the mark of a folder that was not overwritten."""
@@ -106,7 +106,7 @@ class CheckpointCallback(CallbackBase):
         """Mark what `JITCheckpointCallback` saved after a signal, without a call of `on_save`."""
         for step in (state.global_step - 1, state.global_step):  # it may come before a step ends
             folder = Path(args.output_dir) / f"checkpoint-{step}"
-            if _anywhere(state.is_world_process_zero and self._is_new(folder)):
+            if _on_any_rank(state.is_world_process_zero and self._is_new(folder)):
                 self._complete(args, state, folder)
         self._restore_mark()
         if self._limit is not None:
@@ -120,13 +120,13 @@ class CheckpointCallback(CallbackBase):
 
     def _complete(self, args: Any, state: Any, folder: Path) -> None:
         failure: OSError | None = None
-        _anywhere(False)  # all ranks have written their files
+        _on_any_rank(False)  # all ranks have written their files
         if folder.is_dir() and int(args.local_process_index) == 0:
             try:
                 _sync(folder)
             except OSError as error:
                 failure = error
-        if _anywhere(failure is not None):
+        if _on_any_rank(failure is not None):
             raise failure or IncompleteCheckpointError(f"{folder}: another rank could not sync it")
         if folder.is_dir() and state.is_world_process_zero:
             _mark(folder)
@@ -281,7 +281,7 @@ def _remove_old(newest: Path, limit: int, best: str | None) -> None:
             surplus -= 1
 
 
-def _anywhere(here: bool) -> bool:
+def _on_any_rank(here: bool) -> bool:
     """Return whether a value is true on any rank; all ranks wait for each other."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return here

@@ -289,22 +289,26 @@ class Batch(NamedTuple):
         Raises:
             StorageChangedError: a storage was resized since the batch was made.
         """
-        sizes = self.sizes[begin:end]
-        texts = self._copies(range(begin, end), sizes)
-        if list(map(len, texts)) != list(sizes):
+        texts = self._copies(range(begin, end))
+        if list(map(len, texts)) != list(self.sizes[begin:end]):
             raise StorageChangedError
         return texts
 
-    def _copies(self, indices: Iterable[int], lengths: Iterable[int]) -> list[bytes]:
-        """Return the first bytes of host storages; fewer of one that has become smaller."""
+    def _copies(self, indices: Iterable[int], most: int | None = None) -> list[bytes]:
+        """Return the bytes that host storages have now, of each the first `most`."""
         if self.storages is None:
-            return list(map(bytes_at, map(self.addresses.__getitem__, indices), lengths))
-        some = list(map(self.storages.__getitem__, indices))
-        # no Python bytecode runs between reading a storage's address and copying it, so no other
-        # thread can resize it there
-        address, size = _untyped_storage()
-        there = map(min, map(size, some), lengths)
-        return list(map(bytes_at, map(address, some), there))
+            indices = list(indices)
+            addresses = map(self.addresses.__getitem__, indices)
+            sizes = map(self.sizes.__getitem__, indices)
+        else:
+            some = list(map(self.storages.__getitem__, indices))
+            # no Python bytecode runs between reading a storage's address and copying it, so no
+            # other thread can resize it there
+            address, size = _untyped_storage()
+            addresses, sizes = map(address, some), map(size, some)
+        if most is not None:
+            sizes = map(min, sizes, repeat(most))
+        return list(map(bytes_at, addresses, sizes))
 
     def pieces(self) -> Iterator[tuple[int, int, bool]]:
         """Cut the batch up: (first, one past the last, whether to pack them) of each piece.
@@ -340,7 +344,7 @@ class Batch(NamedTuple):
         """
         columns = enumerate(zip(self.addresses, self.sizes, strict=True))
         readable = [index for index, (address, size) in columns if address and size >= length]
-        marks = self._copies(readable, repeat(len(mark)))
+        marks = self._copies(readable, len(mark))
         found: dict[int, bytes] = {}
         if mark in marks:
             for index, text in zip(readable, marks, strict=True):

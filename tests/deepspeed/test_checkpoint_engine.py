@@ -42,9 +42,9 @@ def test_stock_files(launch: Launch, tmp_path: Path, stage: int) -> None:
 
 
 @pytest.mark.usefixtures("op")
-@pytest.mark.parametrize("section", [True, {"engine": "deepspeed", "small_file": 0}])
-def test_config_route(launch: Launch, tmp_path: Path, section: object) -> None:
+def test_config_route(launch: Launch, tmp_path: Path) -> None:
     """A section of DeepSpeed's config; of its own sections what has no counterpart is named."""
+    section = {"engine": "deepspeed", "small_file": 0}
     writer = {"type": "python", "io_buffer_size": 8 << 20, "bufer": 3}
     config = json.dumps({"fastserial": section, "checkpoint": {"writer": writer}})
     at = ["--stage", 1, "--folder", tmp_path, "--via", "config", "--config", config]
@@ -71,23 +71,12 @@ def test_config_route_by_the_environment(
     assert [line["by"] for line in having(said, "saved")] == ["FastserialCheckpointEngine"]
 
 
-@pytest.mark.parametrize("section", [False, {"enabled": False, "durable": False}])
-def test_config_route_switched_off(launch: Launch, tmp_path: Path, section: object) -> None:
+def test_config_route_switched_off(launch: Launch, tmp_path: Path) -> None:
+    section = {"enabled": False, "durable": False}
     at = ["--stage", 0, "--folder", tmp_path, "--via", "config"]
     said = launch(1, *SHORT, *at, "--config", json.dumps({"fastserial": section}))
     check_exit(said)
     assert [line["by"] for line in having(said, "saved")] == ["TorchCheckpointEngine"]
-
-
-@pytest.mark.parametrize(
-    ("section", "text"),
-    [({"speed": 9}, "unknown option speed"), (7, "must be true, false or options")],
-)
-def test_config_route_refuses(launch: Launch, tmp_path: Path, section: object, text: str) -> None:
-    at = ["--stage", 0, "--folder", tmp_path, "--via", "config"]
-    said = launch(1, *SHORT, *at, "--config", json.dumps({"fastserial": section}))
-    assert "ConfigError" in having(said, "stderr")[0]["stderr"]
-    assert text in having(said, "stderr")[0]["stderr"]
 
 
 @pytest.mark.parametrize("full", [0, 1])
@@ -162,15 +151,10 @@ def test_overlapped_one_rank_cannot_save(launch: Launch, tmp_path: Path, full: i
     assert losses(said) == losses(plain)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"fastserial": {"overlap": True}},
-        {"fastserial": True, "checkpoint": {"writer": {"type": "fast", "decoupled": True}}},
-    ],
-)
-def test_overlap_by_config(launch: Launch, tmp_path: Path, config: dict[str, object]) -> None:
-    text = json.dumps(config)
+def test_overlap_by_config(launch: Launch, tmp_path: Path) -> None:
+    """DeepSpeed's own key for it."""
+    writer = {"type": "fast", "decoupled": True}
+    text = json.dumps({"fastserial": True, "checkpoint": {"writer": writer}})
     at = ["--stage", 2, "--folder", tmp_path, "--via", "config", "--config", text, "--destroy"]
     said = launch(1, "--bf16", "--steps", 1, "--save-at", 1, *at)
     check_exit(said)

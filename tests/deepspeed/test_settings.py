@@ -8,7 +8,13 @@ import pytest
 
 from fastserial.config import current
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine
-from fastserial.integrations.deepspeed import _take_aio, _take_writer
+from fastserial.errors import ConfigError
+from fastserial.integrations.deepspeed import (
+    FastserialCheckpointEngine,
+    _section,
+    _take_aio,
+    _take_writer,
+)
 
 MIB = 1024 * 1024
 
@@ -63,3 +69,14 @@ def test_aio() -> None:
     assert _take_aio({"aio": aio}, {}) == ["aio"]
     swapped = {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}
     assert _take_aio({"aio": aio, **swapped}, {}) == []
+
+
+def test_section() -> None:
+    for off in (None, False, {"enabled": False, "durable": False}):
+        assert _section(off) is None
+    assert _section(True) == {}
+    assert _section({"enabled": True, "overlap": "copy"}) == {"overlap": "copy"}
+    with pytest.raises(ConfigError, match="must be true, false or options"):
+        _section(7)
+    with pytest.raises(ConfigError, match="unknown option speed"):
+        FastserialCheckpointEngine({"speed": 9})
