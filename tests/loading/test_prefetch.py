@@ -116,7 +116,9 @@ def test_local_headers_that_lie(path: Path, name: str, verify: bool) -> None:
             assert ahead.take(name, records[name].size) is None
 
 
-def test_an_ended_load_keeps_no_memory(path: Path) -> None:
+def test_an_ended_load_keeps_no_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch_module, "LOOK_AHEAD", MIB)
+    monkeypatch.setattr(prefetch_module, "READ_TOGETHER", MIB)
     gc.disable()
     try:
         with opened(path, direct=False) as (ahead, _):
