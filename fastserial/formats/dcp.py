@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 from fastserial.checksums import check_crc, crc32
 from fastserial.errors import CorruptCheckpointError
-from fastserial.formats.pickles import Call, Global, Limits, Mapping, decode
+from fastserial.formats.pickles import Call, Decoded, Global, Limits, Mapping, decode
 from fastserial.formats.source import BytesSource, ByteStream, Source, naming
 from fastserial.formats.storages import ITEM_BYTES
 
@@ -177,57 +178,50 @@ def parse(source: Source, path: str) -> Metadata:
     with naming(path):
         found = decode(stream, limits)
     try:
-        tensors, values, paths, locations, version = _contents(found.value)
+        return _metadata(found, ours)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(
             "it is damaged, or no metadata of torch.distributed.checkpoint", path=path
         ) from error
-    items: list[Item] = []
-    missing: list[str] = []
-    for key, stored in tensors.items():
-        for chunk in stored.chunks:
-            location = locations.pop((key, chunk.offsets), None)
-            item = Item(key, chunk, stored.dtype, *(location or ("", 0, 0, None, False)))
-            if location is None:
-                missing.append(item.name)
-            else:
-                items.append(item)
-    for key in values:
-        location = locations.pop((key, None), None)
-        if location is None:
-            missing.append(key)
-        else:
-            items.append(Item(key, None, None, *location))
-    return Metadata(tensors, values, paths, items, missing, version, ours, found.globals)
 
 
 _Location = tuple[str, int, int, "Known | None", bool]
-_Locations = dict[tuple[str, "tuple[int, ...] | None"], _Location]
+_NOWHERE: _Location = ("", 0, 0, None, False)
 
 
-def _contents(
-    value: Any,
-) -> tuple[dict[str, Stored], list[str], dict[str, tuple[str | int, ...]], _Locations, str | None]:
-    whole = _attributes(value, "Metadata")
-    tensors: dict[str, Stored] = {}
-    values: list[str] = []
-    for key, entry in _pairs(whole["state_dict_metadata"]):
-        if type(key) is not str:
-            raise TypeError("a key is no string")
-        if _class(entry) == "BytesStorageMetadata":
-            values.append(key)
-        else:
-            tensors[key] = _stored(entry)
-    locations: _Locations = {}
+def _metadata(found: Decoded, ours: bool) -> Metadata:
+    whole = _attributes(found.value, "Metadata")
+    locations: dict[tuple[str, tuple[int, ...] | None], _Location] = {}
     for index, location in _pairs(whole.get("storage_data") or Mapping()):
         named = _attributes(index, "MetadataIndex")
-        key, offset = named["fqn"], named.get("offset")
-        if type(key) is not str:  # before it is hashed: a deeply nested tuple ends the process
-            raise TypeError("a key is no string")
-        locations[key, None if offset is None else _size(offset)] = _location(location)
-    version = whole.get("version")
-    paths = _paths(whole.get("planner_data"))
-    return tensors, values, paths, locations, version if type(version) is str else None
+        offset = named.get("offset")
+        where = None if offset is None else _size(offset)
+        locations[_key(named["fqn"]), where] = _location(location)
+    version, paths = whole.get("version"), _paths(whole.get("planner_data"))
+    version = version if type(version) is str else None
+    made = Metadata({}, [], paths, [], [], version, ours, found.globals)
+    for name, entry in _pairs(whole["state_dict_metadata"]):
+        key, dtype = _key(name), None
+        chunks: Sequence[Chunk | None] = (None,)
+        if _class(entry) == "BytesStorageMetadata":
+            made.values.append(key)
+        else:
+            stored = made.tensors[key] = _stored(entry)
+            dtype, chunks = stored.dtype, stored.chunks
+        for chunk in chunks:
+            known = locations.pop((key, chunk and chunk.offsets), None)
+            item = Item(key, chunk, dtype, *(known or _NOWHERE))
+            if known is None:
+                made.missing.append(item.name)
+            else:
+                made.items.append(item)
+    return made
+
+
+def _key(value: Any) -> str:
+    if type(value) is not str:  # before it is hashed: a deeply nested tuple ends the process
+        raise TypeError("a key is no string")
+    return value
 
 
 def _stored(entry: Any) -> Stored:

@@ -1,7 +1,7 @@
 """Extents: contiguous parts of a file, and the sources of their bytes.
 
-A layout is a sequence of extents in file order, without gaps. It is a value: whoever has the
-sources may write any part of it, in any order (`clip`). A source is one of:
+A layout is a sequence of extents in file order, without gaps. It is a value: any thread or process
+that has the sources may write any part of it, in any order (`clip`). A source is one of:
 
 - `Literal`: bytes known beforehand;
 - `Data`: the memory of a storage; its CRC-32 may be wanted;

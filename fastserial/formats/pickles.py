@@ -1,6 +1,6 @@
 """Reading a pickle without executing it.
 
-`decode` is Python's own unpickler on symbols: nothing is imported and nothing is called. An import
+`decode` runs Python's own unpickler on symbols: nothing is imported or called. An import
 becomes a `Global`, a call a `Call`, a persistent id a `Persistent`. Memory, time and the length of
 values have hard limits.
 """

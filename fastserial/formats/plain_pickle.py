@@ -1,8 +1,8 @@
 """Recognizing plain pickles, such as those of state dicts of tensors, numbers and strings.
 
 A plain pickle can only build containers, import the names found here, call them, give state to
-objects (BUILD), and call `persistent_load`. The check takes a few steps a tensor, not one an
-opcode: between two strings, a regular expression skips everything.
+objects (BUILD), and call `persistent_load`. The check takes a few steps for each tensor, not one
+for each opcode: a regular expression skips everything between two strings.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class ByteStream:
     """Bytes [start, end) of a source, in chunks.
 
     Attributes:
-        chunk: what was read last; its bytes from `at` on come next. `at` may be past its end.
+        chunk: the bytes read last; those from `at` on come next. `at` may be past its end.
     """
 
     def __init__(self, source: Source, start: int = 0, end: int | None = None) -> None:

@@ -62,7 +62,7 @@ class _HostRecord:
         memory: address and length of all that it takes.
     """
 
-    __slots__ = ("_head", "_spare", "entry", "memory", "storage")
+    __slots__ = ("__weakref__", "_head", "_spare", "entry", "memory", "storage")
 
     def __init__(self, entry: RecordEntry, alignment: int) -> None:
         """Allocate its memory.
@@ -225,6 +225,7 @@ class Prefetch:
     def close(self) -> None:
         """Stop, waiting only for reads in progress. Idempotent."""
         self._file.close()
+        self._blocks = iter(())  # its frame refers to this object, and to memory
         self._group_of.clear()
         self._unread.clear()
 

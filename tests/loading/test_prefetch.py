@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,6 +114,23 @@ def test_local_headers_that_lie(path: Path, name: str, verify: bool) -> None:
                 ahead.take(name, records[name].size)
         else:
             assert ahead.take(name, records[name].size) is None
+
+
+def test_an_ended_load_keeps_no_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch_module, "LOOK_AHEAD", MIB)
+    monkeypatch.setattr(prefetch_module, "READ_TOGETHER", MIB)
+    gc.disable()
+    try:
+        with opened(path, direct=False) as (ahead, _):
+            storages = [
+                weakref.ref(record)
+                for group in set(ahead._group_of.values())
+                for record in group.records.values()
+            ]
+            assert storages
+        assert not [one for one in storages if one() is not None]
+    finally:
+        gc.enable()
 
 
 def test_the_file_shrinks(path: Path) -> None:

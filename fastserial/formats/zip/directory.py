@@ -1,8 +1,8 @@
-"""Parsing a zip container: the offset of each record, without trusting a byte of it.
+"""Parsing an untrusted zip container: the offset of each record.
 
 Every offset and size is checked against the file before it is used, memory is bounded by the
-size of the directory, and nothing outside the file is read. What torch's own reader accepts is
-accepted, except for records that overlap. `fastserial.verify` checks more.
+size of the directory, and nothing outside the file is read. An archive that torch's own reader
+accepts is accepted, unless records overlap. `fastserial.verify` checks more.
 """
 
 from __future__ import annotations

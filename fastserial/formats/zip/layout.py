@@ -77,9 +77,12 @@ def _check_alignment(alignment: int) -> None:
 
 
 def lookalike_of(head: bytes) -> int | None:
-    """Return what torch takes for a CRC-32 in the first 8 bytes of a record's data, if anything.
+    """Return the bytes of a record's data that torch mistakes for a CRC-32, None without any.
 
-    It takes any one write that begins like a data descriptor for one.
+    torch treats any write that begins like a data descriptor as one.
+
+    Args:
+        head: the first 8 bytes of the data.
     """
     if head[:4] == structs.DESCRIPTOR_SIGNATURE and len(head) >= _LOOKALIKE_BYTES:
         return int.from_bytes(head[4:8], "little")

@@ -115,5 +115,5 @@ def storage_records(directory: Directory) -> list[RecordEntry]:
 
 
 def all_checksums(directory: Directory) -> bool:
-    """Tell whether every record has a checksum: not with `set_crc32_options` or `skip_data`."""
+    """Return whether every record has a checksum: not with `set_crc32_options` or `skip_data`."""
     return all(record.crc for record in directory.records if record.size)
