@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import gc
 import logging
 import operator
 import os
 import signal
 import tempfile
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Mapping
 from time import perf_counter
 from types import FrameType
@@ -59,8 +57,6 @@ __all__ = ["Checkpointer"]
 
 _log = logging.getLogger("fastserial")
 _SIGNAL, _DUE = 1, 2  # flags that ranks exchange: a signal came, the time has passed
-# Keys: the process, since a forked child inherits its parent's, and the real path of the folder.
-_live: weakref.WeakValueDictionary[tuple[int, str], Checkpointer] = weakref.WeakValueDictionary()
 
 
 def _too_small(path: str, keep: int, needed: int, free: int) -> WriteError:
@@ -160,7 +156,7 @@ class Checkpointer:
 
         Raises:
             ConfigError: an argument is impossible, a `state_dict()` is given instead of its object,
-                a tensor is expanded, or another Checkpointer has the folder.
+                or a tensor is expanded.
             DistributedError: a rank does not connect.
         """
         keep = _whole("keep", keep)
@@ -191,8 +187,6 @@ class Checkpointer:
             Mirror(mirror, self._folder, retention, mirror_bandwidth, timeout) if mirror else None
         )
         self._manager = FolderManager(self._folder, retention, on_saved, self._mirror)
-        self._key = (os.getpid(), os.path.realpath(self._folder.path))
-        self._refuse_second()
         self._ranks = _ranks_of(state, group, weights_only, timeout, merge)
         self._processes = _processes()
         self._prepared = 0  # the process that has the lock: not its forked child
@@ -204,7 +198,6 @@ class Checkpointer:
         self._pid = 0  # of the process that the handlers are for
         self._came: set[int] = set()  # signals that no checkpoint has followed yet
         self._answered = False  # the last call of `save` made a checkpoint for a signal
-        _live[self._key] = self
         if snapshot == "in_place":
             guard.watch_steps()
 
@@ -222,15 +215,6 @@ class Checkpointer:
     def resumed(self) -> ResumeReport | None:
         """What the last `resume` did; None before it."""
         return self._resumed
-
-    def _refuse_second(self) -> None:
-        if self._key in _live:
-            gc.collect()  # it may be unreachable
-        if self._key in _live:
-            raise ConfigError(
-                f"{self._folder.path}: another Checkpointer of this process has this folder, and "
-                "each would remove the other's files. Call its `close()`, or use another folder"
-            )
 
     # -- saving --------------------------------------------------------------------------------
 
@@ -253,8 +237,8 @@ class Checkpointer:
                 ranks, rank 0's are used.
 
         Raises:
-            ConfigError: another process saves in this folder, or `metrics` lack the name in
-                `keep_best`.
+            ConfigError: another Checkpointer or process saves in this folder, or `metrics` lack
+                the name in `keep_best`.
             Exception: the previous checkpoint failed, or this one cannot be started.
         """
         began = perf_counter()
@@ -267,9 +251,7 @@ class Checkpointer:
         self.wait()
         if self._prepared != os.getpid():
             self._prepare()
-            with self._ranks.together():
-                if self._ranks.is_main:
-                    self._manager.warn_of_later(step)
+            self._on_main(self._manager.warn_of_later, step)
             self._prepared = os.getpid()
         self._last = save = self._ranks.start(self._job(step, metrics, began))
         self._began, self._step = began, step
@@ -300,10 +282,8 @@ class Checkpointer:
         self, step: int, metrics: Mapping[str, float | torch.Tensor] | None, began: float
     ) -> SaveJob:
         own: dict[str, Any] = {"version": 1, "step": step}
-        manager, is_main = (
-            self._manager,
-            self._ranks.is_main,
-        )  # the thread must not keep this object
+        # the thread must not keep this object
+        manager, is_main = self._manager, self._ranks.is_main
 
         def of_rank() -> dict[str, Any]:
             if metrics is not None:
@@ -330,9 +310,6 @@ class Checkpointer:
                 f"{self._folder.path}: this Checkpointer was made before init_process_group(), so "
                 "that each rank would save its own state to the same files. Make it after that"
             )
-        if _live.get(self._key) is not self:  # it was closed, and is being reused
-            self._refuse_second()
-            _live[self._key] = self
         self._ranks.prepare(self._folder)
 
     def wait(self) -> None:
@@ -376,9 +353,8 @@ class Checkpointer:
                 pass
         except OSError as error:
             raise write_error(error.errno or errno.EIO, path) from error
-        with self._ranks.together():
-            if self._mirror is not None and self._ranks.is_main:
-                self._mirror.steps()
+        if self._mirror is not None:
+            self._on_main(self._mirror.steps)
         if nbytes is None:
             return None
         nbytes += expected_bytes(self._state)
@@ -460,21 +436,11 @@ class Checkpointer:
         """
         self.wait()
         wanted = self._request(only, strict, rename or {})
-        is_main = self._ranks.is_main
         self._resumed = ResumeReport()
-        with self._ranks.together():
-            if is_main:
-                self._folder.sweep()
-                self._manager.warn_of_missing_folder()
-                if step is None:
-                    self._manager.fetch_newest()
-                elif not os.path.exists(self._folder.file(step)):
-                    self._manager.fetch(step)
+        self._on_main(self._manager.get_ready, step)
         if step is not None:
             self._restore(step, wanted, *self._read_or_fetch(step, wanted))
-            with self._ranks.together():
-                if is_main:
-                    self._manager.warn_of_later(step)
+            self._on_main(self._manager.warn_of_later, step)
             return step
         refused: CheckpointFileError | None = None
         tried: set[int] = set()
@@ -492,14 +458,9 @@ class Checkpointer:
                 what = "is no checkpoint of a Checkpointer" if other else "is damaged"
                 text = f"{self._folder.file(candidate)} {what}; the one before is used: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
-                with self._ranks.together():
-                    if is_main:
-                        self._manager.fetch_newest(tried)
+                self._on_main(self._manager.fetch_newest, tried)
                 continue
             self._restore(candidate, wanted, *found)
-            with self._ranks.together():
-                if is_main:
-                    self._manager.warn_of_newer_run(candidate)
             return candidate
         if refused is not None:
             other = isinstance(refused, UnreadableCheckpointError)
@@ -509,6 +470,12 @@ class Checkpointer:
                 path=self._folder.path,
             )
         return 0
+
+    def _on_main(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Call a function in the process that manages the folder; its error is raised on all."""
+        with self._ranks.together():
+            if self._ranks.is_main:
+                work(*arguments)
 
     def _request(
         self, only: Collection[str] | None, strict: bool, rename: Mapping[str, str]
@@ -523,22 +490,18 @@ class Checkpointer:
         """Return the path of the newest checkpoint that is not truncated; None if there is none."""
         return self._manager.latest()
 
-    def _read(self, step: int, wanted: ResumeRequest) -> tuple[dict[str, Any], NameDifference]:
-        return self._ranks.read(wanted, self._folder.file(step))
-
     def _read_or_fetch(
         self, step: int, wanted: ResumeRequest
     ) -> tuple[dict[str, Any], NameDifference]:
         """Read a checkpoint; if it is damaged, that of the mirror in its place."""
+        path = self._folder.file(step)
         try:
-            return self._read(step, wanted)
+            return self._ranks.read(wanted, path)
         except CorruptCheckpointError:
             if self._mirror is None:
                 raise
-            with self._ranks.together():
-                if self._ranks.is_main:
-                    self._manager.fetch(step)
-        return self._read(step, wanted)
+            self._on_main(self._manager.fetch, step)
+        return self._ranks.read(wanted, path)
 
     def _restore(
         self, step: int, wanted: ResumeRequest, found: dict[str, Any], difference: NameDifference
@@ -599,8 +562,6 @@ class Checkpointer:
         finally:
             self._folder.unlock()
             self._prepared = 0
-            if _live.get(self._key) is self:
-                del _live[self._key]
 
     def __enter__(self) -> Checkpointer:
         return self

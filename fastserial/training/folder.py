@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import os
 import re
 import stat
 import string
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from fastserial.errors import CheckpointFileError, ConfigError
 from fastserial.formats.source import DescriptorSource
@@ -38,24 +40,35 @@ class CheckpointFolder:
         self.path = path
         self._name = name
         self._pattern = _pattern(name)
-        self._lock: _Lock | None = None
+        self._lock: weakref.finalize[Any, CheckpointFolder] | None = None
 
     def lock(self) -> None:
-        """Keep other processes from saving here until `unlock`, or until this process ends.
+        """Create the folder, and keep others from saving here until `unlock`.
 
-        On a file system without locks this has no effect.
+        The lock ends with this process, too. On a file system without locks it has no effect. It
+        is not inherited by a forked child.
 
         Raises:
-            ConfigError: another process saves here.
+            ConfigError: another process, or another object of this process, saves here.
+            OSError: the folder cannot be created.
         """
+        os.makedirs(self.path, exist_ok=True)
+        if self._lock is not None and self._lock.alive:
+            return
         path = os.path.join(os.path.realpath(self.path), _LOCK)
-        self._lock = _locks.get(path)
-        if self._lock is None:
-            self._lock = _locks[path] = _Lock(path)
+        try:
+            fd = _open_lock(path)
+        except ConfigError:
+            gc.collect()  # what has it may be unreachable
+            fd = _open_lock(path)
+        if fd is not None:
+            self._lock = weakref.finalize(self, os.close, fd)
+            _locked.add(self)
 
     def unlock(self) -> None:
         """End `lock`. Idempotent."""
-        self._lock = None
+        if self._lock is not None:
+            self._lock()
 
     def file(self, step: int) -> str:
         """Return the path of a step's checkpoint, whether it exists or not."""
@@ -83,17 +96,6 @@ class CheckpointFolder:
             if (step := self.step_of(entry.name)) is not None and entry.is_file()
         ]
         return sorted(found, reverse=True)
-
-    def written_later(self, step: int) -> list[int]:
-        """Return the earlier steps whose files are newer than this step's: another run's."""
-        mine = self.written_at(step)
-        if mine is None:
-            return []
-        return [found for found in self.steps() if found < step and self._is_after(found, mine)]
-
-    def _is_after(self, step: int, seconds: float) -> bool:
-        written = self.written_at(step)
-        return written is not None and written > seconds
 
     def written_at(self, step: int) -> float | None:
         """Return when a step's file was written (`time.time`); None if it no longer exists."""
@@ -183,27 +185,17 @@ def _remove_unlocked(path: str) -> None:
         os.close(fd)
 
 
-class _Lock:
-    """A file in the folder, locked (`flock`) as long as this object or the process lives.
-
-    The file is never removed: another process may have just opened it.
-    """
-
-    def __init__(self, path: str) -> None:
-        """Take the lock.
-
-        Raises:
-            ConfigError: another process has it.
-        """
-        fd = _open_lock(path)
-        self.release = None if fd is None else weakref.finalize(self, os.close, fd)
-
-
-_locks: weakref.WeakValueDictionary[str, _Lock] = weakref.WeakValueDictionary()
+_locked: weakref.WeakSet[CheckpointFolder] = weakref.WeakSet()
 
 
 def _open_lock(path: str) -> int | None:
-    """Return the lock file's descriptor, locked; None where files cannot be locked."""
+    """Return the lock file's descriptor, locked; None where files cannot be locked.
+
+    The file is never removed: another process may have just opened it.
+
+    Raises:
+        ConfigError: it is locked.
+    """
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
@@ -217,27 +209,30 @@ def _open_lock(path: str) -> int | None:
     except BlockingIOError:
         text = os.pread(fd, 300, 0).decode(errors="replace")
         os.close(fd)
-        owner = f"process {text}" if text else "another process"
+        owner, end = f"process {text}" if text else "another process", "end that process"
+        if text == _owner():
+            owner, end = "another Checkpointer of this process", "call its `close()`"
         raise ConfigError(
             f"{os.path.dirname(path)}: {owner} saves checkpoints in this folder, and each would "
-            "remove the other's. Give each run its own folder, or end that process"
+            f"remove the other's. Give each run its own folder, or {end}"
         ) from None
     except OSError:
         os.close(fd)
         return None
     with contextlib.suppress(OSError):  # it only names the owner
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()} on {os.uname().nodename}".encode(), 0)
+        os.pwrite(fd, _owner().encode(), 0)
     return fd
+
+
+def _owner() -> str:
+    return f"{os.getpid()} on {os.uname().nodename}"
 
 
 def _leave_to_parent() -> None:
     """Close the locks in a forked child: it would keep them when the parent has crashed."""
-    for lock in list(_locks.values()):
-        found = lock.release.detach() if lock.release is not None else None
-        if found is not None:
-            os.close(found[2][0])
-    _locks.clear()
+    for folder in list(_locked):
+        folder.unlock()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

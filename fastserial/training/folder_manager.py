@@ -70,33 +70,26 @@ class FolderManager:
         self.prune()
 
     def prune(self) -> None:
-        """Remove what no rule keeps, except what is still to be mirrored."""
-        if self._written is None:
-            return
-        try:
-            self._prune(self._written)
-        except OSError as error:
-            _log.warning("an old checkpoint in %s stays: %s", self.folder.path, error)
-
-    def _is_to_be_mirrored(self, step: int) -> bool:
-        return self.mirror is not None and self.mirror.is_waiting(step)
-
-    def _prune(self, step: int) -> None:
-        """Remove what no rule keeps, but never the step that was just written.
+        """Remove what no rule keeps, except what was just written, or is still to be mirrored.
 
         Later checkpoints are another run's. They and damaged ones do not count, and are kept.
         """
-        steps = [one for one in self.folder.steps() if one <= step and one not in self.damaged]
-        now = time.time()
+        newest, now = self._written, time.time()
+        if newest is None:
+            return
 
-        def age(one: int) -> float:
-            written = self.folder.written_at(one)
+        def age(step: int) -> float:
+            written = self.folder.written_at(step)
             return 0.0 if written is None else now - written
 
-        surplus = self._retention.surplus(steps, self.stale, age, self._value_of)
-        self.folder.remove(
-            one for one in surplus if one != step and not self._is_to_be_mirrored(one)
-        )
+        try:
+            steps = [one for one in self.folder.steps() if one <= newest]
+            steps = [one for one in steps if one not in self.damaged]
+            surplus = self._retention.surplus(steps, self.stale, age, self._value_of)
+            waiting = () if self.mirror is None else filter(self.mirror.is_waiting, surplus)
+            self.folder.remove({*surplus} - {newest, *waiting})
+        except OSError as error:
+            _log.warning("an old checkpoint in %s stays: %s", self.folder.path, error)
 
     def _value_of(self, step: int) -> float | None:
         """Return the metric's value of a checkpoint, which an earlier process may have written."""
@@ -119,6 +112,22 @@ class FolderManager:
         others = (step for step in self.folder.steps() if step not in damaged)
         return next((step for step in others if self.folder.is_complete(step)), None)
 
+    def get_ready(self, step: int | None) -> None:
+        """Prepare the folder for `resume`: no leftovers, and what only the mirror has.
+
+        Args:
+            step: that is wanted; None: the newest one.
+
+        Raises:
+            RemoteError, WriteError: as `fetch_newest` and `fetch`.
+        """
+        self.folder.sweep()
+        self.warn_of_missing_folder()
+        if step is None:
+            self.fetch_newest()
+        elif not os.path.exists(self.folder.file(step)):
+            self.fetch(step)
+
     def fetch_newest(self, tried: Collection[int] = ()) -> None:
         """Download from the mirror its newest whole checkpoint, if the folder has none as new.
 
@@ -137,7 +146,7 @@ class FolderManager:
         except RemoteError as error:
             if here is None:
                 raise
-            warnings.warn(f"the mirror is not used: {error}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"the mirror is not used: {error}", RuntimeWarning, stacklevel=5)
             return
         for step in there:
             if here is not None and step <= here:
@@ -159,7 +168,7 @@ class FolderManager:
         except FileNotFoundError:
             pass
         except CorruptCheckpointError as error:
-            warnings.warn(f"a copy in the mirror is damaged: {error}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"a copy in the mirror is damaged: {error}", RuntimeWarning, stacklevel=5)
         return False
 
     def warn_of_later(self, step: int) -> None:
@@ -173,16 +182,7 @@ class FolderManager:
             f"{max(later)}. They stay, and `resume()` takes the latest: move them away, or use "
             "another folder"
         )
-        warnings.warn(text, UserWarning, stacklevel=3)
-
-    def warn_of_newer_run(self, step: int) -> None:
-        """Warn if a checkpoint of a lower step was written after the one that is resumed from."""
-        if newer := self.folder.written_later(step):
-            text = (
-                f"{self.folder.file(step)} is resumed from, but step {newer[0]} was written after "
-                f"it, by another run, it seems: `resume(step={newer[0]})` continues that one"
-            )
-            warnings.warn(text, UserWarning, stacklevel=3)
+        warnings.warn(text, UserWarning, stacklevel=4)
 
     def warn_of_missing_folder(self) -> None:
         """Warn if the parent folder does not exist either: its file system may not be mounted."""
@@ -192,7 +192,7 @@ class FolderManager:
                 f"{path} does not exist, nor does its parent folder: there is nothing to resume "
                 "from. Check the path, and whether its file system is mounted"
             )
-            warnings.warn(text, UserWarning, stacklevel=3)
+            warnings.warn(text, UserWarning, stacklevel=5)
 
 
 def _own_entry(path: str) -> Mapping[str, Any]:

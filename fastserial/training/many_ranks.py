@@ -10,7 +10,6 @@ import functools
 import logging
 import operator
 import os
-import pickle
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from time import perf_counter
@@ -29,7 +28,6 @@ from fastserial.distributed.state.states import state_of_module
 from fastserial.distributed.state.walk import is_live, is_sharded, leaves
 from fastserial.errors import (
     CheckpointFileError,
-    ConfigError,
     LoadMismatchError,
     UnreadableCheckpointError,
 )
@@ -40,8 +38,7 @@ from fastserial.nests import is_object, rebuilt, walk
 from fastserial.overlap.asynchronous import Kind
 from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import CheckpointFolder
-from fastserial.training.loadable import refused
-from fastserial.training.object_states import holds_objects, state_of, states, steady
+from fastserial.training.object_states import holds_objects, state_of
 from fastserial.training.partial import (
     NameDifference,
     ResumeRequest,
@@ -52,7 +49,7 @@ from fastserial.training.partial import (
     names_in,
     renamed_name,
 )
-from fastserial.training.rank_values import packed, row_of
+from fastserial.training.rank_values import row_of
 from fastserial.training.single_process import OWN, SaveJob, SingleProcess
 from fastserial.training.wrapped import plain
 
@@ -83,7 +80,7 @@ class ManyRanks(SingleProcess):
         self._group = group
         self._timeout = timeout
         self._merge = merge
-        with self._collective() as ranks:
+        with self.together(users_code=False) as ranks:
             self.rank, self.count = ranks.rank, ranks.size
         self.is_main = self.rank == 0
         self._warned_of_refused = not self.is_main  # values are rank 0's
@@ -91,25 +88,12 @@ class ManyRanks(SingleProcess):
         self._next = 1
         self._last = (0, perf_counter())
 
-    def together(self) -> AbstractContextManager[object]:
-        return self._collective(users_code=True)
+    def together(self, users_code: bool = True) -> AbstractContextManager[Traffic]:
+        return collective(self._group, self._timeout, _USE, theirs=users_code)
 
-    def prepare(self, folder: CheckpointFolder) -> None:
-        def decide(_: list[bytes]) -> bytes:
-            os.makedirs(folder.path, exist_ok=True)
-            folder.lock()
-            return b""
-
-        with self._collective() as ranks:
-            ranks.consult(b"", decide)
-            os.makedirs(folder.path, exist_ok=True)  # a network file system has to look again
-
-    def start(self, job: SaveJob) -> PendingSave:
-        with self._collective(users_code=True) as ranks:
-            state, of_rank, kind, own = self._state(job, ranks)
-            self._warn_of_refused({**state, **of_rank}, job.path)
-            state[OWN] = own
-            unchanged = steady(job.objects)
+    def _start(
+        self, state: dict[str, Any], kind: Kind, job: SaveJob, unchanged: set[int]
+    ) -> PendingSave:
         return start_save(
             state,
             job.path,
@@ -123,76 +107,66 @@ class ManyRanks(SingleProcess):
             then=job.then,
         )
 
-    def _state(
-        self, job: SaveJob, ranks: Traffic
-    ) -> tuple[dict[str, Any], Mapping[str, Any], Kind, dict[str, Any]]:
-        """Return the state, this rank's values, and what the ranks agree on."""
-        state, of_rank = dict(states(job.objects, _saved)), job.of_rank()
-        kind, own = self._agreed(job, packed(of_rank) if of_rank else b"", ranks)
-        return state, of_rank, kind, own
+    @staticmethod
+    def _state_of(value: Any) -> Any:
+        """Return the state of an object; modules and optimizers themselves, which have shards."""
+        inner = plain(value)
+        return inner if is_live(inner) else state_of(value)
 
-    def _agreed(self, job: SaveJob, data: bytes, ranks: Traffic) -> tuple[Kind, dict[str, Any]]:
-        """Check that all ranks save the same step.
+    def _agreed(self, job: SaveJob, data: bytes, ranks: Any) -> tuple[Kind, dict[str, Any]]:
+        """Check that all ranks save the same step, and return what they have in common.
 
-        Args:
-            data: the packed values of this rank.
-
-        Returns:
-            The kind of the snapshot: `copy` if any rank copies. And rank 0's entry of the
-            Checkpointer, to which each rank adds the row with its values.
+        That is `copy` if any rank copies, and rank 0's entry of the Checkpointer, to which each
+        rank adds the row with its values.
         """
-        step = job.own["step"]
 
-        def decide(messages: list[bytes]) -> bytes:
-            steps, kinds, sizes = zip(*map(pickle.loads, messages), strict=True)
+        def decision(each: list[tuple[int, Kind, int]]) -> tuple[Kind, int, dict[str, Any]]:
+            steps, kinds, sizes = zip(*each, strict=True)
             for rank, other in enumerate(steps):
-                if other != step:
-                    raise ranks.fail(rank, f"it saves step {other}, rank 0 step {step}")
-            kind = "copy" if "copy" in kinds else "in_place"
-            return pickle.dumps((kind, max(sizes), job.own))
+                if other != steps[0]:
+                    raise ranks.fail(rank, f"it saves step {other}, rank 0 step {steps[0]}")
+            return "copy" if "copy" in kinds else "in_place", max(sizes), job.own
 
-        message = pickle.dumps((step, job.kind, len(data)))
-        kind, nbytes, own = pickle.loads(ranks.consult(message, decide))
+        kind, nbytes, own = ranks.decide((job.own["step"], job.kind, len(data)), decision)
         if nbytes:
             shape, start = (self.count, nbytes), self.rank * nbytes
             own["ranks"] = FlatShard(shape, torch.uint8, start, nbytes, row_of(data, nbytes))
         return kind, own
 
+    def _size(self, state: dict[str, Any], path: str, ranks: Any) -> int | None:
+        return size_of(state, path, ranks, self._merge)
+
     def steps(self, folder: CheckpointFolder) -> list[int]:
-        def decide(messages: list[bytes]) -> bytes:
-            folders = [pickle.loads(message) for message in messages]
+        def decision(folders: list[tuple[str, dict[int, int]]]) -> list[int]:
             seen: list[set[tuple[int, int]]] = [set(files.items()) for _, files in folders]
             common, missed = set.intersection(*seen), set.union(*seen)
             if missed and not common:
                 rank, text = _nothing_in_common([path for path, _ in folders], seen)
                 raise ranks.fail(rank, text)
-            missed -= common
-            if missed:
+            if missed := missed - common:
                 _log.warning(
                     "%s: not all ranks see the same file of step %s; it is skipped",
                     folder.path,
                     ", ".join(str(step) for step in sorted({step for step, _ in missed})),
                 )
-            return pickle.dumps(sorted((step for step, _ in common), reverse=True))
+            return sorted((step for step, _ in common), reverse=True)
 
-        with self._collective() as ranks:
-            answer = ranks.consult(pickle.dumps((folder.path, folder.sizes())), decide)
-        found: list[int] = pickle.loads(answer)
-        return found
+        with self.together(users_code=False) as ranks:
+            found: list[int] = ranks.decide((folder.path, folder.sizes()), decision)
+            return found
 
     def read(self, wanted: ResumeRequest, path: str) -> tuple[dict[str, Any], NameDifference]:
         objects, rename = wanted.objects, wanted.rename
-        with self._collective() as ranks:
+        with self.together(users_code=False) as ranks:
             here = names_here(objects, state_of_module) if wanted.is_partial else set()
 
-            def decide(messages: list[bytes]) -> bytes:
+            def decision(names: list[set[StateName]]) -> tuple[Any, ...]:
                 refusal, there = self._look(path, wanted)
-                everywhere = set().union(*map(pickle.loads, messages))
                 news = [renamed_name(name, rename) for name in there]
-                unused = difference(everywhere, news, wanted.only is None).unused
-                return pickle.dumps((refusal, there, unused))
+                unused = difference(set().union(*names), news, wanted.only is None).unused
+                return refusal, there, unused
 
-            refusal, there, unused = pickle.loads(ranks.consult(pickle.dumps(here), decide))
+            refusal, there, unused = ranks.decide(here, decision)
             found = NameDifference([], [])
             if refusal is None and wanted.is_partial:
                 news = [renamed_name(name, rename) for name in there]
@@ -251,15 +225,8 @@ class ManyRanks(SingleProcess):
         return None, names_in(value)
 
     def restore(self, wanted: ResumeRequest, found: dict[str, Any], path: str) -> None:
-        with self._collective(users_code=True):
+        with self.together():
             super().restore(wanted, found, path)
-
-    def size_of(self, job: SaveJob) -> int | None:
-        with self._collective() as ranks:
-            state, of_rank, _, own = self._state(job, ranks)
-            if text := refused({**state, **of_rank}) if self.is_main else "":
-                raise ConfigError(text)
-            return size_of({**state, OWN: own}, job.path, ranks, self._merge)
 
     def asked(self, mine: int) -> int:
         """Return the flags of all ranks, which are exchanged about once a second; else 0."""
@@ -267,22 +234,17 @@ class ManyRanks(SingleProcess):
         if self._calls < self._next:
             return 0
 
-        def decide(messages: list[bytes]) -> bytes:
+        def decision(flags: list[int]) -> tuple[int, int]:
             now, (calls, then) = perf_counter(), self._last
             each = (now - then) / (self._calls - calls)
             self._last = (self._calls, now)
             pause = max(1, int(_PERIOD / max(each, 1e-6))) if self._calls > 1 else 1
-            flags = functools.reduce(operator.or_, (message[0] for message in messages))
-            return pickle.dumps((flags, pause))
+            return functools.reduce(operator.or_, flags), pause
 
-        with self._collective() as ranks:
-            answer = ranks.consult(bytes([mine]), decide)
-        flags, pause = pickle.loads(answer)
+        with self.together(users_code=False) as ranks:
+            found, pause = ranks.decide(mine, decision)
         self._next = self._calls + pause
-        return int(flags)
-
-    def _collective(self, users_code: bool = False) -> AbstractContextManager[Traffic]:
-        return collective(self._group, self._timeout, _USE, theirs=users_code)
+        return int(found)
 
 
 def _nothing_in_common(paths: list[str], seen: list[set[tuple[int, int]]]) -> tuple[int, str]:
@@ -315,12 +277,6 @@ def holds_shards(objects: Mapping[str, Any]) -> bool:
         elif is_sharded(value):
             return True
     return False
-
-
-def _saved(value: Any) -> Any:
-    """Return the state of an object; modules and optimizers themselves, which have shards."""
-    inner = plain(value)
-    return inner if is_live(inner) else state_of(value)
 
 
 def _filled(value: Any) -> Any:

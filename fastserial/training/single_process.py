@@ -78,9 +78,19 @@ class SingleProcess:
         self.weights_only = weights_only
         self._warned_of_refused = not weights_only
 
-    def together(self) -> AbstractContextManager[object]:
-        """Return a context: what its body raises on one rank is raised on all of them."""
-        return nullcontext()
+    def together(self, users_code: bool = True) -> AbstractContextManager[Any]:
+        """Return a context: what its body raises on one rank is raised on all of them.
+
+        Its value has `decide`.
+
+        Args:
+            users_code: the body may call the user's code, whose errors are raised as they are.
+        """
+        return nullcontext(self)
+
+    def decide(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
+        """Give the main process the values of all ranks; return what it makes of them, on all."""
+        return decision([value])
 
     def prepare(self, folder: CheckpointFolder) -> None:
         """Create and lock the folder.
@@ -89,23 +99,50 @@ class SingleProcess:
             ConfigError: another process saves there.
             OSError: the folder cannot be created.
         """
-        os.makedirs(folder.path, exist_ok=True)
-        folder.lock()
+        with self.together(users_code=False) as ranks:
+            ranks.decide(None, lambda _: folder.lock())
+            os.makedirs(folder.path, exist_ok=True)  # a network file system has to look again
 
     def start(self, job: SaveJob) -> PendingSave:
         """Start to save the state of the objects, and the Checkpointer's own entry."""
-        state, of_rank = dict(states(job.objects, state_of)), job.of_rank()
-        self._warn_of_refused({**state, **of_rank}, job.path)
-        state[OWN] = _own(job.own, of_rank)
+        with self.together() as ranks:
+            state, of_rank, kind = self._state(job, ranks)
+            self._warn_of_refused({**state, **of_rank, OWN: None}, job.path)
+            unchanged = steady(job.objects)
+        return self._start(state, kind, job, unchanged)
+
+    def _start(
+        self, state: dict[str, Any], kind: Kind, job: SaveJob, unchanged: set[int]
+    ) -> PendingSave:
         return start_save(
             state,
             job.path,
-            job.kind,
+            kind,
             job.budget,
-            steady=steady(job.objects),
+            steady=unchanged,
             then=job.then,
             began=job.began,
         )
+
+    def _state(self, job: SaveJob, ranks: Any) -> tuple[dict[str, Any], Mapping[str, Any], Kind]:
+        """Return the state with the Checkpointer's entry, this rank's values, and the snapshot."""
+        state, of_rank = dict(states(job.objects, self._state_of)), job.of_rank()
+        kind, state[OWN] = self._agreed(job, packed(of_rank) if of_rank else b"", ranks)
+        return state, of_rank, kind
+
+    @staticmethod
+    def _state_of(value: Any) -> Any:
+        """Return what is saved of an object."""
+        return state_of(value)
+
+    def _agreed(self, job: SaveJob, data: bytes, ranks: Any) -> tuple[Kind, dict[str, Any]]:
+        """Return the kind of the snapshot, and the Checkpointer's entry.
+
+        Args:
+            data: the packed values of this rank; empty if it has none.
+        """
+        row = {"ranks": row_of(data, len(data)).unsqueeze(0)} if data else {}
+        return job.kind, {**job.own, **row}
 
     def _warn_of_refused(self, state: Mapping[str, Any], path: str) -> None:
         """Warn at the first save of what `resume` would refuse."""
@@ -121,11 +158,16 @@ class SingleProcess:
             ConfigError: `resume` would refuse it.
             Exception: an object cannot be pickled.
         """
-        state, of_rank = states(job.objects, state_of), job.of_rank()
-        nbytes = size_of({**state, OWN: _own(job.own, of_rank)}, job.path)
-        if self.weights_only and (text := refused({**state, **of_rank})):
-            raise ConfigError(text)
+        with self.together(users_code=False) as ranks:
+            state, of_rank, _ = self._state(job, ranks)
+            nbytes = self._size(state, job.path, ranks)
+            theirs = {**state, **of_rank, OWN: None}
+            if self.is_main and self.weights_only and (text := refused(theirs)):
+                raise ConfigError(text)
         return nbytes
+
+    def _size(self, state: dict[str, Any], path: str, ranks: Any) -> int | None:
+        return size_of(state, path)
 
     def steps(self, folder: CheckpointFolder) -> list[int]:
         """Return the steps whose files all ranks see, the last one first."""
@@ -170,10 +212,3 @@ class SingleProcess:
     def asked(self, mine: int) -> int:
         """Return the flags that any rank has set, such as: a signal asked for a checkpoint."""
         return mine
-
-
-def _own(own: dict[str, Any], of_rank: Mapping[str, Any]) -> dict[str, Any]:
-    if not of_rank:
-        return own
-    data = packed(of_rank)
-    return {**own, "ranks": row_of(data, len(data)).unsqueeze(0)}

@@ -60,17 +60,11 @@ def test_a_signal_to_one_rank_ends_all_with_the_checkpoint(told: list[dict[str, 
 
 
 def test_warnings_of_one_rank_that_are_errors_are_errors_of_all(told: list[dict[str, Any]]) -> None:
-    first, second = (rank["strict"] for rank in told)
-    for here, there, words in zip(
-        first,
-        second,
-        ("holds later checkpoints", "was written after"),
-        strict=True,
-    ):
-        assert here.split(" ")[0] in ("UserWarning:", "RuntimeWarning:")
-        assert words in here
-        assert there.startswith("DistributedError: rank 0: ")
-        assert words in there
+    here, there = (rank["strict"] for rank in told)
+    assert here.startswith(("UserWarning:", "RuntimeWarning:"))
+    assert there.startswith("DistributedError: rank 0: ")
+    assert "holds later checkpoints" in here
+    assert "holds later checkpoints" in there
 
 
 def test_a_checkpointer_made_before_the_process_group(told: list[dict[str, Any]]) -> None:
@@ -84,30 +78,26 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_second_one_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+def test_a_second_one_that_saves_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     folder, link = tmp_path / "run", tmp_path / "link"
     link.symlink_to(folder)
+    folder.mkdir()
     first = Checkpointer(folder, {"x": 1})
+    first.save(1)
     for other in (folder, link, f"{tmp_path}/other/../run"):
-        with pytest.raises(ConfigError, match=r"another Checkpointer .* `close\(\)`"):
-            Checkpointer(other, {"x": 1})
+        with Checkpointer(other, {"x": 1}) as second:
+            for call in (lambda: second.save(2), second.check):
+                with pytest.raises(ConfigError, match=r"another Checkpointer .* `close\(\)`"):
+                    call()
     first.close()
     first.save(1)  # after `close()` it takes the folder again
-    with pytest.raises(ConfigError, match="another Checkpointer"):
-        Checkpointer(folder, {"x": 1})
-    first.close()
-    second = Checkpointer(link, {"x": 1})
-    with pytest.raises(ConfigError, match="another Checkpointer"):
-        first.save(2)
-    first.close()
-    with pytest.raises(ConfigError, match="another Checkpointer"):
-        Checkpointer(folder, {"x": 1})
-    state = {"itself": second}  # garbage that refers to itself
+    first.wait()
+    state = {"itself": first}  # garbage that refers to itself
     state["state"] = state  # type: ignore[assignment]
-    del second, state
+    del first, state
     with Checkpointer(folder, {"x": 1}) as checkpointer:
-        checkpointer.save(1)
-    gc.collect()
+        checkpointer.save(2)
+    assert names(folder)[1:] == ["step-00000001.pt", "step-00000002.pt"]
 
 
 _OTHER = """
@@ -214,8 +204,7 @@ def test_a_run_in_the_folder_of_another(tmp_path: Path) -> None:
         checkpointer.wait()  # 28 is not kept instead of 20
         assert names(tmp_path)[1:] == [f"step-{step:08d}.pt" for step in (20, 30, 35)]
     with Checkpointer(tmp_path, state, keep=2) as checkpointer:
-        with pytest.warns(UserWarning, match=r"35\.pt is resumed from, but step 30 was written"):
-            assert checkpointer.resume() == 35
+        assert checkpointer.resume() == 35
         with pytest.warns(UserWarning, match="later checkpoints"):
             assert checkpointer.resume(step=30) == 30
         checkpointer.save(35)
