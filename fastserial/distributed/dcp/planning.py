@@ -440,8 +440,7 @@ def _check(held: Sequence[_HeldBox], several: bool) -> None:
         if box is None:
             continue
         size = entries.setdefault(key, one.entry).size
-        fits = len(box.offsets) == len(box.sizes) == len(size)
-        if not fits or any(map(_is_outside, box.offsets, box.sizes, size)):
+        if len(box.offsets) != len(size) or not whole_box(size).contains(box):
             raise ValueError(f"{key}: a part {box} lies outside of the tensor's {size}")
         boxes.setdefault(key, []).append(box)
         if one.entry.kind == OTHER:
@@ -455,7 +454,3 @@ def _check(held: Sequence[_HeldBox], several: bool) -> None:
     for key in others:
         if any(intersect(a, b) is not None for a, b in combinations(boxes[key], 2)):
             raise ValueError(f"{key}: parts of the tensor overlap")
-
-
-def _is_outside(first: int, count: int, most: int) -> bool:
-    return first < 0 or count < 0 or first + count > most

@@ -166,6 +166,36 @@ class PartReader:
             OSError: it cannot be read.
         """
         self._reader.attend([t.view.untyped_storage() for t in targets if is_plain(t.view)])
+        direct, runs, rest = self._divided(targets)
+        self._read_direct(sorted(direct, key=lambda extent: extent.offset))
+        runs.sort(key=lambda run: run[0].bytes_of(*run[1:]))
+        windows = windows_of(runs, SCATTERED_CHUNK)
+        buffer = buffer_for(windows)
+        for window in windows:
+            self._between()
+            self.read_window(window, buffer)
+            for piece in window:
+                for target in rest[id(piece.grid)]:
+                    for box in piece.within(target.box):
+                        target.deliver(box, piece.found(buffer, box))
+
+    def read_window(self, window: Window, buffer: torch.Tensor) -> None:
+        """Read the pieces of a window into its buffer.
+
+        Raises:
+            CorruptCheckpointError: the file changed meanwhile.
+            OSError: it cannot be read.
+        """
+        self._reader.read_into([one for piece in window for one in self._extents(piece, buffer)])
+
+    def _divided(
+        self, targets: Sequence[ReadTarget]
+    ) -> tuple[list[ReadExtent], list[tuple[Grid, int, int]], dict[int, list[ReadTarget]]]:
+        """Return what is read directly into its target; and of all else the elements and targets.
+
+        What is wanted twice is read once, by windows. The targets are given by the `id` of their
+        grid.
+        """
         of_grid: dict[int, list[ReadTarget]] = {}
         for target in targets:
             of_grid.setdefault(id(target.grid), []).append(target)
@@ -189,26 +219,7 @@ class PartReader:
                 rest[number] = left
                 needed = [(0, numel)] if whole else _needed(left)
                 runs += [(grid, first, stop) for first, stop in needed]
-        self._read_direct(sorted(direct, key=lambda extent: extent.offset))
-        runs.sort(key=lambda run: run[0].bytes_of(*run[1:]))
-        windows = windows_of(runs, SCATTERED_CHUNK)
-        buffer = buffer_for(windows)
-        for window in windows:
-            self._between()
-            self.read_window(window, buffer)
-            for piece in window:
-                for target in rest[id(piece.grid)]:
-                    for box in piece.within(target.box):
-                        target.deliver(box, piece.found(buffer, box))
-
-    def read_window(self, window: Window, buffer: torch.Tensor) -> None:
-        """Read the pieces of a window into its buffer.
-
-        Raises:
-            CorruptCheckpointError: the file changed meanwhile.
-            OSError: it cannot be read.
-        """
-        self._reader.read_into([one for piece in window for one in self._extents(piece, buffer)])
+        return direct, runs, rest
 
     def _direct(self, target: ReadTarget) -> ReadExtent | None:
         """Return how a target is read to where it belongs, None if its bytes lie otherwise."""

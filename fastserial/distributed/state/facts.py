@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -93,6 +94,9 @@ def shardings(leaves: Sequence[Any]) -> list[Any] | None:
     }
     # Shards of a mesh of several dimensions may have been made from the left or from the right.
     turns = any(mesh.ndim > 1 for mesh in several)
+    every = list(chain.from_iterable(placements))
+    examples = dict(zip(map(type, every), every, strict=True))
+    strided = any(hasattr(one, "split_factor") for one in examples.values())
     with torch._C.DisableTorchFunctionSubclass():  # asking for overrides takes long
         grads = list(map(_requires_grad, leaves))
     on_host = all(mesh.device_type == "cpu" for mesh in several)
@@ -101,7 +105,7 @@ def shardings(leaves: Sequence[Any]) -> list[Any] | None:
         [numbers[one] for one in ids] if len(several) > 1 else [],
         placements,
         metas,
-        [[getattr(one, "split_factor", 1) for one in row] for row in placements],
+        [[getattr(one, "split_factor", 1) for one in row] for row in placements] if strided else [],
         list(map(_dtype_of, shards)),
         list(map(torch.Tensor.stride, shards)),
         list(map(torch.Tensor.numel, shards)) if turns else [],
