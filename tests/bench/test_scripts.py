@@ -58,14 +58,26 @@ def run(name: str, folder: Path, *words: object) -> dict[str, Any]:
     """Run a script in its short form, with other sizes; return what it wrote as JSON."""
     disk, target = folder / "disk", folder / "out.json"
     disk.mkdir(exist_ok=True)
-    common = ("--folder", disk, "--short", "--pause", 0, "--runs", 1, "--json", target)
-    common += ("--csv", folder / "out.csv")
+    table = folder / "out.csv"
+    common = (
+        "--folder",
+        disk,
+        "--short",
+        "--pause",
+        0,
+        "--runs",
+        1,
+        "--json",
+        target,
+        "--csv",
+        table,
+    )
     where: dict[str, Any] = {"cwd": folder, "variables": {"OMP_NUM_THREADS": "1"}}
     processes.python(SCRIPTS / f"{name}.py", *common, *words, timeout=280, **where)
     assert list(disk.iterdir()) == []
     found: dict[str, Any] = json.loads(target.read_text())
     assert found["command"].startswith(f"{name}.py")
-    with (folder / "out.csv").open(encoding="utf-8") as file:
+    with table.open(encoding="utf-8") as file:
         names = [line["name"] for line in csv.DictReader(file)]
     assert names == [row["name"] for table in found["tables"] for row in table["rows"]]
     assert found["machine"]["torch"] == torch.__version__
