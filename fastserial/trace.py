@@ -72,7 +72,9 @@ def traced(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def call(*args: _P.args, **keywords: _P.kwargs) -> _R:
-            with step(name):
+            if listener is None:  # a context that does nothing takes 0.3 microseconds
+                return function(*args, **keywords)
+            with _step(name):
                 return function(*args, **keywords)
 
         return call
