@@ -85,7 +85,7 @@ class Descriptors:
         mode: int = 0o666,
         dir_fd: int | None = None,
     ) -> int:
-        """Return a new descriptor, as `os.open`; `is_held` does not count it.
+        """Return a new descriptor, as `os.open`; saves do not take it for one of the program's.
 
         Raises:
             OSError: it cannot be opened.

@@ -48,7 +48,7 @@ FAULTS = [
     Fault("a refused block is not written again", "saving/extent_writer.py", "        self._write_cached(request.view, request.offset)", "        pass"),  # noqa: E501
     Fault("the last block is not queued", "saving/extent_writer.py", "        self._dispatch()\n        self._drain()", "        self._drain()"),  # noqa: E501
     Fault("nothing waits for the writes", "saving/extent_writer.py", "while queue is not None and queue.is_busy:", "while False:"),  # noqa: E501
-    Fault("a failed save fails no ledger", "saving/extent_writer.py", "ledger.fail()  #", "pass  #"),  # noqa: E501
+    Fault("a failed save fails no ledger", "saving/extent_writer.py", "self._ledger.fail()  #", "pass  #"),  # noqa: E501
     Fault("a gap in the file ends no block", "saving/extent_writer.py", "if offset != self._block_end:", "if False:"),  # noqa: E501
     Fault("the CRC-32 begins anew in each chunk", "saving/fill.py", "crc = checksum(view[done : done + size], crc)", "crc = checksum(view[done : done + size])"),  # noqa: E501
     Fault("the CRC-32 is entered at byte 0", "saving/fill.py", "ledger.add(record, start, length, crc)", "ledger.add(record, 0, length, crc)"),  # noqa: E501

@@ -43,13 +43,13 @@ def sized(self, storages, _stock=ZipArchive._batch):
     return batch
 
 
-def write_extents(self, *arguments, _stock=FastFileWriter._write_extents):
+def write_layout(self, *arguments, _stock=FastFileWriter.write_layout):
     may.set()
     return _stock(self, *arguments)
 
 
 ZipArchive._batch = sized
-FastFileWriter._write_extents = write_extents
+FastFileWriter.write_layout = write_layout
 thread = threading.Thread(target=resize, daemon=True)
 thread.start()
 ended = {"saved": 0, "refused": 0}
