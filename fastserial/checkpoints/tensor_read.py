@@ -67,7 +67,7 @@ def meta_of(tensor: TensorEntry) -> torch.Tensor:
 
 
 def is_dense(view: torch.Tensor) -> bool:
-    """Tell whether a tensor's elements fill a range of memory, each byte once, in any order."""
+    """Return whether a tensor's elements fill a range of memory, each byte once, in any order."""
     expected = 1
     for step, size in sorted(
         (step, size) for size, step in zip(view.shape, view.stride(), strict=True) if size != 1

@@ -46,12 +46,11 @@ def read_record(source: Source, record: RecordEntry, most: int) -> bytes:
     raw = source.read_at(record.data_offset, record.compressed_size)
     if record.is_stored:
         return raw
-    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
-        data = inflater.decompress(raw, record.size + 1)
+        data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(raw, record.size + 1)
     except zlib.error as error:
         raise CorruptCheckpointError(f"damaged: {error}", record=record.name) from error
-    if len(data) != record.size or not inflater.eof:  # torch refuses a stream without an end
+    if len(data) != record.size:
         raise CorruptCheckpointError("its size is not what the directory says", record=record.name)
     return data
 
