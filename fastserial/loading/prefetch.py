@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -291,6 +292,9 @@ class Prefetch:
                 return
             blocks = list(plan_blocks(reads, self._pump))
             group.left = len(blocks)
+            kept = [one for one in group.records.values() if isinstance(one, _HostRecord)]
+            memory = [record.memory for record in kept]
+            blocks[0].prepare = partial(self._pages.advise_all, memory)
             for block in blocks:
                 block.arrived = group.count
             yield from blocks
@@ -301,19 +305,14 @@ class Prefetch:
         Raises:
             RuntimeError: there is no memory, or a device failed.
         """
-        host: list[tuple[int, int]] = []
         for entry in group.entries:
             device = self._devices.get(entry.name)
-            record: _HostRecord | _DeviceRecord
-            if device is None:
-                record = _HostRecord(entry, self._alignment)
-                host.append(record.memory)
-            else:
-                record = _DeviceRecord(entry, device)
-            group.records[entry.name] = record
+            group.records[entry.name] = (
+                _HostRecord(entry, self._alignment)
+                if device is None
+                else _DeviceRecord(entry, device)
+            )
         self._held += group.nbytes
-        self._pump.flush()  # so that reads go on while pages are touched
-        self._pages.advise_all(host)
         records = group.records.values()
         if self._devices:
             self._file.attend([record.storage for record in records])

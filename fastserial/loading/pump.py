@@ -52,6 +52,7 @@ class Block:
         target: where they arrive before that.
         direct: read it directly.
         arrived: called with the block, by the thread that reaps it.
+        prepare: called before it is submitted, while others are being read.
     """
 
     offset: int
@@ -60,6 +61,7 @@ class Block:
     target: Target = None
     direct: bool = False
     arrived: Callable[[Block], None] | None = None
+    prepare: Callable[[], None] | None = None
 
 
 @dataclass(slots=True)
@@ -224,6 +226,9 @@ class Pump:
         """
         while not self.has_room:
             self.reap()
+        if block.prepare is not None:
+            self.flush()
+            block.prepare()
         self._batch.append(self._request(block))
 
     def drain(self) -> None:
