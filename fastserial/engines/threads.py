@@ -88,7 +88,7 @@ class ThreadsEngine(Engine):
         # If an interrupt skips `close`, the workers end once the engine is garbage: this reference
         # is put into the queue then.
         self._reference = weakref.ref(self, self._requests.put)
-        self._requestsers = Background()
+        self._workers = Background()
         self._move: Callable[[Request], int] = transfer  # what the workers call
         self._queue_depth = 1
         self._in_flight = 0
@@ -104,12 +104,12 @@ class ThreadsEngine(Engine):
         for _ in range(count):
             # Each worker sees the caller's context variables, such as scoped options.
             run = contextvars.copy_context().run
-            if not self._requestsers.start(run, _run, self._requests, self._move, self._reference):
+            if not self._workers.start(run, _run, self._requests, self._move, self._reference):
                 break
 
     def submit(self, requests: Sequence[Request]) -> None:
         alone = sys.is_finalizing()  # other threads no longer run
-        if requests and not self._requestsers and not alone:
+        if requests and not self._workers and not alone:
             self._start(requests[0].op)
         for request in requests:
             request.times[0] = perf_counter()
@@ -117,14 +117,14 @@ class ThreadsEngine(Engine):
             self._in_flight += 1
             if failed is not None:
                 self._done.put(failed)
-            elif self._requestsers and not alone:
+            elif self._workers and not alone:
                 self._requests.put(request)
             else:  # no thread can be started: slower, but torch needs none either
                 self._done.put(complete(request, transfer))
 
     def wait(self, minimum: int) -> list[Completion]:
         finished: list[Completion] = []
-        if self._in_flight and self._requestsers and sys.is_finalizing():
+        if self._in_flight and self._workers and sys.is_finalizing():
             raise EngineError("its threads were stopped: the interpreter is shutting down")
         while self._in_flight:
             try:
@@ -136,7 +136,7 @@ class ThreadsEngine(Engine):
 
     def close(self) -> None:
         # workers use the buffers and the descriptor
-        finish(self._stop, self._requestsers.join, self._forget)
+        finish(self._stop, self._workers.join, self._forget)
 
     def _forget(self) -> None:
         self._done = queue.SimpleQueue()  # breaks a reference cycle through its completions
