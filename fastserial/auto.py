@@ -5,7 +5,5 @@ from __future__ import annotations
 from fastserial.patching.install import install
 from fastserial.startup import switch
 
-__all__: list[str] = []
-
 if switch() is not False:
     install()

@@ -9,8 +9,6 @@ import typer
 
 from fastserial.printable import printable
 
-__all__ = ["counted", "print_table", "say"]
-
 _WIDEST_COLUMN = 60
 _GAP = "  "
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     Callback = Callable[[ModuleType], None]
 
-__all__ = ["when_imported"]
-
 
 class _Finder:
     """Finds nothing itself: makes the loader of an awaited module call back when it is done.

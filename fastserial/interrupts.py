@@ -27,8 +27,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import repeat
 
-__all__ = ["OWN", "Background", "Descriptors", "finish"]
-
 OWN = os.O_ASYNC  # means nothing where a regular file is opened: our own descriptors have it
 _BOTTOM = -1  # of a list of descriptors
 _TRIES = 100  # a step that fails so often will not end

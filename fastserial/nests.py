@@ -6,19 +6,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = [
-    "PLAIN_VALUES",
-    "Path",
-    "is_container",
-    "is_object",
-    "items_of",
-    "rebuilt",
-    "sequence_like",
-    "shown",
-    "walk",
-    "with_items",
-]
-
 Path = tuple[Any, ...]  # keys, from the outermost container's inwards
 PLAIN_VALUES = frozenset({type(None), bool, int, float, complex, str, bytes})
 

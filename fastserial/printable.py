@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-__all__ = ["BoundedRepr", "printable"]
-
 _SHOWN = 3
 
 

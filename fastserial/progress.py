@@ -10,8 +10,6 @@ from time import monotonic
 
 from fastserial.printable import printable
 
-__all__ = ["ProgressBar", "progress_bar", "show_line"]
-
 _MIB = 1 << 20
 _LEAST = 16 * _MIB  # bytes; less is done before a line is read
 _WIDEST = 30  # characters of a name

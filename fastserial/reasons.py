@@ -2,17 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "ANOTHER_OWNER",
-    "ASKED",
-    "A_FILE",
-    "GIVE_A_PATH",
-    "QUICKER",
-    "RENAMES",
-    "SEE_DOCTOR",
-    "Reason",
-]
-
 # Remedies that several reasons share.
 GIVE_A_PATH = (
     "give torch.save a path, or a plain file object; Lightning: plugins=[FastCheckpointIO()]"

@@ -11,25 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from fastserial.printable import printable
 
-__all__ = [
-    "LOADS",
-    "SAVES",
-    "Counts",
-    "Latency",
-    "LoadReport",
-    "RankReport",
-    "Report",
-    "SaveReport",
-    "SnapshotReport",
-    "Transfer",
-    "format_bandwidth",
-    "format_bytes",
-    "last_load_report",
-    "last_save_report",
-    "publish_load",
-    "publish_save",
-]
-
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
 _log = logging.getLogger("fastserial")

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["PROBE", "VARIABLE", "switch", "watch"]
-
 VARIABLE = "FASTSERIAL"
 # A program for `python -c`: exit status 0 where `fastserial.pth` is active.
 PROBE = "import sys; sys.exit('fastserial.startup' not in sys.modules)"

@@ -12,8 +12,6 @@ from fastserial.bench.measure import BenchError, Sample
 from fastserial.bench.rotation import Row, rotate, summarize
 from fastserial.bench.table import Column, Result, Table
 
-__all__ = ["Bench"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:

@@ -12,8 +12,6 @@ import torch
 
 from fastserial.nests import walk
 
-__all__ = ["different_tensors", "digest", "fingerprints", "tensors_of", "unshared"]
-
 _CHUNK = 8 << 20
 
 

@@ -24,8 +24,6 @@ from fastserial.bench.state import check_memory, scratch
 from fastserial.bench.torch_rows import fast, stock
 from fastserial.console import say
 
-__all__ = ["NEW", "OLD", "run_crash"]
-
 _SAVERS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "stock torch": stock,
     "fastserial": fast,

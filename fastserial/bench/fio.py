@@ -13,8 +13,6 @@ from typing import Literal, NamedTuple
 
 from fastserial.bench.measure import BenchError, Sample
 
-__all__ = ["FioSettings", "best", "installed", "read_file", "run_fio"]
-
 _ENGINES = ("io_uring", "libaio")
 _BLOCKS = (1 << 20, 4 << 20, 8 << 20)
 _DEPTH = 8

@@ -38,8 +38,6 @@ from fastserial.checkpoints.load_into import load_into
 from fastserial.patching import load_hooks  # noqa: F401  (what the first load would import)
 from fastserial.reports import format_bytes, last_load_report
 
-__all__ = ["TEMPERATURES", "LoadBench", "Reader", "run_load", "touch"]
-
 _HOST = "cpu"  # where to load to, if not to a device
 TEMPERATURES = (COLD, "warm")
 _HEADROOM = 256 << 20

@@ -12,8 +12,6 @@ import torch
 from fastserial import __version__
 from fastserial.files.linux import meminfo
 
-__all__ = ["this_machine"]
-
 
 def this_machine() -> dict[str, Any]:
     """Return processor, cores this process may use, memory (bytes), and versions."""

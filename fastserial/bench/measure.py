@@ -14,8 +14,6 @@ from fastserial.config import parse_size
 from fastserial.errors import ConfigError, FastserialError
 from fastserial.reports import Latency
 
-__all__ = ["GB", "MB", "BenchError", "Sample", "measure", "parse_bytes"]
-
 MB, GB = 1000**2, 1000**3
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")

@@ -10,8 +10,6 @@ from fastserial.bench.measure import BenchError
 from fastserial.bench.state import check_memory
 from fastserial.reports import format_bytes
 
-__all__ = ["check_gpu", "fill", "mixed_state", "tensor_sizes"]
-
 _DECADES = 4.5  # largest to smallest tensor: from an embedding to a bias
 _DTYPES = (torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.int64)
 _UNIT = 8  # bytes; a multiple of every item size

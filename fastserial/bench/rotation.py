@@ -14,20 +14,6 @@ from fastserial.bench.compare import digest
 from fastserial.bench.measure import GB, BenchError, Sample
 from fastserial.bench.state import settle
 
-__all__ = [
-    "COLD",
-    "DURABLE",
-    "GROUPS",
-    "LOOSE",
-    "OVERWRITE",
-    "Measured",
-    "Row",
-    "Spread",
-    "ratio",
-    "rotate",
-    "summarize",
-]
-
 # Groups: rows of one group have the same guarantee, and only they are compared.
 DURABLE = "durable"
 OVERWRITE = "durable, overwriting"

@@ -24,8 +24,6 @@ from fastserial.bench.table import CHECKED, MEASURED, Result
 from fastserial.bench.torch_rows import Format, engine_rows, fast, torch_rows
 from fastserial.reports import format_bytes
 
-__all__ = ["SaveBench", "run_demo", "run_save"]
-
 _HEADROOM = 256 << 20
 _STEADY = 2.0  # slowest run over the fastest
 Others = Callable[[object, Sequence[Format]], tuple[list[Row], dict[str, str]]]

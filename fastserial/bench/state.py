@@ -21,15 +21,6 @@ from fastserial.files.destination import wait_until_free
 from fastserial.files.linux import available_bytes, meminfo
 from fastserial.reports import format_bytes
 
-__all__ = [
-    "check_memory",
-    "chill",
-    "fetch_free_memory",
-    "scratch",
-    "settle",
-    "warm",
-]
-
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _SPARE = 1 << 30  # bytes of memory that are left to others
 _QUIET = 4 << 20  # bytes that may be dirty

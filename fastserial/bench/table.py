@@ -25,19 +25,6 @@ from fastserial.console import print_table, say
 from fastserial.diagnosis.folder import probe_folder
 from fastserial.reports import format_bytes
 
-__all__ = [
-    "CHECKED",
-    "MEASURED",
-    "UNKNOWN",
-    "Column",
-    "Result",
-    "Table",
-    "check_files",
-    "number",
-    "size",
-    "verdict",
-]
-
 UNKNOWN = "–"
 Row = Mapping[str, Any]
 

@@ -18,19 +18,6 @@ from fastserial.bench.compare import different_tensors, tensors_of
 from fastserial.bench.measure import BenchError, Sample, measure
 from fastserial.bench.rotation import DURABLE, LOOSE, Row
 
-__all__ = [
-    "Format",
-    "engine_rows",
-    "fast",
-    "fast_row",
-    "stock",
-    "stock_row",
-    "sync",
-    "torch_rows",
-    "write",
-    "zip_holds",
-]
-
 Format = Literal["zip", "legacy"]
 
 

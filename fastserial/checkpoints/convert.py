@@ -29,8 +29,6 @@ from fastserial.errors import ConvertError
 from fastserial.files.durable import replace_bytes, sync_folders
 from fastserial.saving.writer import FastFileWriter
 
-__all__ = ["Converted", "container_of", "part_of", "write_source"]
-
 _SHOWN_KEYS = 8
 _STEM = "model"  # of the names of shards, as Hugging Face has them
 

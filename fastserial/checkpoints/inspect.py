@@ -15,8 +15,6 @@ from fastserial.interrupts import Descriptors
 from fastserial.memory.held_settings import paused_collection
 from fastserial.printable import BoundedRepr
 
-__all__ = ["Inspection", "StorageUse", "inspect"]
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StorageUse(BoundedRepr):

@@ -17,8 +17,6 @@ from fastserial.formats.safetensors import TYPE_NAMES
 from fastserial.formats.tensors import TensorEntry
 from fastserial.loading.reader import OccasionalReader
 
-__all__ = ["LazyCheckpoint", "TensorSlice", "open_checkpoint"]
-
 
 class LazyCheckpoint:
     """An open checkpoint whose tensors are read when they are requested.

@@ -14,8 +14,6 @@ from fastserial.errors import CorruptCheckpointError
 from fastserial.files.sources import stamp
 from fastserial.patching.install import installed, patched
 
-__all__ = ["load"]
-
 _NAMES = ("_load", "_legacy_load", "_open_file_like")
 
 

@@ -35,8 +35,6 @@ from fastserial.memory.held_settings import paused_collection
 from fastserial.nests import walk
 from fastserial.printable import BoundedRepr
 
-__all__ = ["LoadedKeys", "load_into"]
-
 _SHOWN = 20  # mismatches that an error lists
 
 

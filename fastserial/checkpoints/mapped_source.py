@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import _weights_only_unpickler
 
-from fastserial.checkpoints.streaming import ConvertSource, FileMemory
+from fastserial.checkpoints.streaming import FileMemory
 from fastserial.checkpoints.tensor_read import is_little_endian
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.checkpoints.verify.file_list import keys_of_files
@@ -46,8 +46,6 @@ from fastserial.interrupts import Descriptors
 from fastserial.loading.unpickler import unpickler_module
 from fastserial.memory.storages import Memory, new_storage
 from fastserial.patching.install import get_original
-
-__all__ = ["INDEX", "ConvertSource", "Mapped", "MappedSource", "map_checkpoint", "open_source"]
 
 INDEX = ".safetensors.index.json"
 _DTENSORS = b"torch.distributed.tensor"

@@ -20,8 +20,6 @@ from fastserial.reports import SAVES, SaveReport
 from fastserial.saving.archive import ZipArchive
 from fastserial.saving.writer import FastFileWriter
 
-__all__ = ["save", "write"]
-
 _UNPATCHED = StockWay(Reason("this torch stays stock", "see `fastserial patches check`"))
 
 

@@ -21,9 +21,6 @@ from fastserial.patching.install import get_original, patched
 from fastserial.saving.archive import ZipArchive
 from fastserial.saving.writer import FastFileWriter
 
-__all__ = ["ConvertSource", "FileMemory", "flat_tensors", "refuse_shared"]
-__all__ += ["write_safetensors", "write_zip"]
-
 _PROTOCOL = 2  # torch's default
 
 

@@ -29,17 +29,6 @@ from fastserial.memory.storages import is_on_host
 if TYPE_CHECKING:
     from fastserial.memory.buffers import Ring
 
-__all__ = [
-    "direct_extent",
-    "fetch",
-    "is_dense",
-    "is_little_endian",
-    "meta_of",
-    "open_readable",
-    "overlapping",
-    "read_tensor_into",
-    "resolved",
-]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

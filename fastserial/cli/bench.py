@@ -14,7 +14,6 @@ from fastserial.progress import show_line
 if TYPE_CHECKING:
     from fastserial.bench.table import Result
 
-__all__ = ["bench_app", "demo"]
 
 bench_app = typer.Typer(
     help="Measure saves and loads on this machine, with stock torch and fio in the same run.",

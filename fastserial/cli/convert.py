@@ -13,8 +13,6 @@ import typer
 from fastserial.console import say
 from fastserial.reports import format_bytes
 
-__all__ = ["convert"]
-
 
 class TargetFormat(str, Enum):
     """Containers that can be written."""

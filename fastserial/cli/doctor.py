@@ -10,8 +10,6 @@ from fastserial.console import print_table, say
 from fastserial.diagnosis.examine import Diagnosis
 from fastserial.reports import format_bytes
 
-__all__ = ["show"]
-
 
 def show(found: Diagnosis) -> None:
     """Print a diagnosis to standard output."""

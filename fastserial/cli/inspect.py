@@ -15,8 +15,6 @@ from fastserial.reports import format_bytes
 if TYPE_CHECKING:
     from fastserial.checkpoints.inspect import Inspection
 
-__all__ = ["inspect"]
-
 
 def inspect(
     path: Annotated[

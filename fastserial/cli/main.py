@@ -18,8 +18,6 @@ from fastserial.cli.verify import verify
 from fastserial.console import say
 from fastserial.errors import CorruptCheckpointError, FastserialError
 
-__all__ = ["app", "main"]
-
 _DAMAGED, _USAGE_ERROR = 1, 2
 
 app = typer.Typer(

@@ -13,8 +13,6 @@ from fastserial.console import say
 from fastserial.errors import PatchError
 from fastserial.patching import maintain, patches
 
-__all__ = ["patches_app"]
-
 patches_app = typer.Typer(
     name="patches",
     help="The versioned patches that let torch.save use fastserial.",

@@ -12,8 +12,6 @@ from typing import NoReturn
 from fastserial.errors import FastserialError
 from fastserial.startup import PROBE, VARIABLE
 
-__all__ = ["run"]
-
 
 def run(argv: Sequence[str]) -> NoReturn:
     """Become `python argv...`, or a command, with `FASTSERIAL=1` in the environment; never returns.

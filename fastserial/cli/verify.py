@@ -17,9 +17,8 @@ from fastserial.console import counted, print_table, say
 from fastserial.reports import format_bandwidth, format_bytes
 
 if TYPE_CHECKING:
-    from fastserial.checkpoints.verify import VerifyReport
+    from fastserial.checkpoints.verify.report import VerifyReport
 
-__all__ = ["CANNOT_TELL", "DAMAGED", "OK", "files_of", "some", "verify"]
 
 OK, DAMAGED, CANNOT_TELL = 0, 1, 2
 _STATUS = {"ok": OK, "damaged": DAMAGED, "unreadable": CANNOT_TELL}

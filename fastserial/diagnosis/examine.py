@@ -28,8 +28,6 @@ from fastserial.memory.huge_pages import SWITCH
 from fastserial.patching import install
 from fastserial.reports import format_bytes
 
-__all__ = ["Boot", "Diagnosis", "Finding", "Option", "Torch", "examine", "judge"]
-
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs")
 _LITTLE_SPACE = 1 << 30
 

@@ -18,8 +18,6 @@ from fastserial.files.linux import DirectAlignment, block_node, first_line
 from fastserial.interrupts import Descriptors
 from fastserial.memory.buffers import BufferPool
 
-__all__ = ["FolderFacts", "folder_problem", "leftovers", "probe_folder"]
-
 _YOUNG = 5.0  # seconds; a younger temporary file may be about to be locked by its owner
 
 

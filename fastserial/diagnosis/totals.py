@@ -15,8 +15,6 @@ from fastserial.printable import printable
 from fastserial.reasons import Reason
 from fastserial.reports import LOADS, SAVES, Counts, format_bandwidth, format_bytes
 
-__all__ = ["Cause", "Direction", "Summary", "print_summary", "summary"]
-
 _UNKNOWN = "not known"
 
 

@@ -6,13 +6,12 @@ import os
 from typing import Literal
 
 from fastserial.checkpoints.convert import Converted, container_of, write_source
-from fastserial.checkpoints.mapped_source import ConvertSource, open_source
+from fastserial.checkpoints.mapped_source import open_source
+from fastserial.checkpoints.streaming import ConvertSource
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.errors import CheckpointFileError, ConvertError
 from fastserial.formats.container import is_dcp_folder
-
-__all__ = ["Container", "Converted", "convert"]
 
 Container = Literal["zip", "safetensors", "dcp"]
 

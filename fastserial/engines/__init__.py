@@ -31,24 +31,6 @@ from fastserial.errors import EngineUnavailableError
 from fastserial.interrupts import finish
 from fastserial.memory.buffers import Buffer, BufferPool
 
-__all__ = [
-    "Buffer",
-    "BufferPool",
-    "Capabilities",
-    "Completion",
-    "Engine",
-    "EngineFactory",
-    "EngineStatus",
-    "Op",
-    "Request",
-    "capabilities_of",
-    "create",
-    "load",
-    "names",
-    "start",
-    "survey",
-]
-
 
 class Op(enum.Enum):
     """Direction of a request."""

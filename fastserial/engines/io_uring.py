@@ -40,8 +40,6 @@ from fastserial.engines import Capabilities, Completion, Engine, Op, Request
 from fastserial.engines.threads import complete, transfer
 from fastserial.memory.buffers import Buffer
 
-__all__ = ["IoUringEngine"]
-
 # linux/io_uring.h; the calls have the same numbers on x86-64 and arm64.
 _SETUP, _ENTER = 425, 426
 _SETUP_CLAMP = 1 << 4  # no more entries than the kernel allows, instead of an error

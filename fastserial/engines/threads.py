@@ -20,8 +20,6 @@ from fastserial.files.linux import preadv
 from fastserial.interrupts import Background, finish
 from fastserial.memory.buffers import Buffer
 
-__all__ = ["ThreadsEngine", "complete", "transfer"]
-
 
 def transfer(request: Request, done: int = 0) -> int:
     """Move a request's bytes with plain system calls and return how many are moved.

@@ -29,16 +29,6 @@ from fastserial.config import Config
 from fastserial.config.performance import ALWAYS_FITS, FAST_DEVICE, FAST_FOR, SLOW_FOR, TRIAL
 from fastserial.files.linux import available_bytes
 
-__all__ = [
-    "Trial",
-    "begin_writeback",
-    "cached_bytes",
-    "cached_fraction",
-    "fits",
-    "is_fast",
-    "reads_through_cache",
-]
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -47,19 +47,6 @@ from fastserial.files.targets import (
 from fastserial.interrupts import Background, Descriptors, finish
 from fastserial.reasons import A_FILE, ANOTHER_OWNER, GIVE_A_PATH, Reason
 
-__all__ = [
-    "CallersFile",
-    "Destination",
-    "Replacement",
-    "Retries",
-    "open_destination",
-    "open_path",
-    "required",
-    "save_error",
-    "temporary_name",
-    "wait_until_free",
-]
-
 _MOST_NAMES = 10_000
 _SWEPT = 3  # leftovers are looked for under the first so many temporary names
 _NAME_MOST = 100  # bytes: with the suffix, too, no file system finds it too long

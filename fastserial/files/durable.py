@@ -13,8 +13,6 @@ from fastserial.files.destination import open_path
 from fastserial.files.targets import StockWay
 from fastserial.interrupts import Descriptors
 
-__all__ = ["replace_bytes", "replace_text", "sync_folders"]
-
 # Some file systems cannot sync a directory; their metadata is synchronous, or without a guarantee.
 _CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPERM)
 

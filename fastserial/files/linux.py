@@ -25,35 +25,6 @@ from fastserial.config.performance import PAGE
 from fastserial.interrupts import Descriptors
 from fastserial.reasons import SEE_DOCTOR, Reason
 
-__all__ = [
-    "NO_PROC",
-    "PROC",
-    "DirectAlignment",
-    "DirectFile",
-    "available_bytes",
-    "block_node",
-    "compresses",
-    "direct_alignment",
-    "first_line",
-    "free_bytes",
-    "is_append_only",
-    "is_locked",
-    "is_mount_point",
-    "is_out_of_inodes",
-    "is_read_only",
-    "kind_of",
-    "magic_of",
-    "meminfo",
-    "mount_of",
-    "mounted_as",
-    "open_direct",
-    "preadv",
-    "preallocate",
-    "reopen",
-    "reserve",
-    "synced",
-]
-
 PROC = 0x9FA0  # `magic_of` of procfs
 # ext4, XFS, btrfs, F2FS, tmpfs, ZFS, bcachefs
 LOCAL = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x2FC12FC1, 0xCA451A4E}

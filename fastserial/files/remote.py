@@ -16,8 +16,6 @@ from urllib.parse import urlsplit
 
 from fastserial.errors import ConfigError, RemoteError
 
-__all__ = ["RemoteFolder", "remote_folder"]
-
 _T = TypeVar("_T")
 _CHUNK = 8 * 1024 * 1024
 _CONCURRENT = 4  # parts under way; with `_CHUNK` some 32 MiB of memory

@@ -7,8 +7,6 @@ import os
 import stat
 from typing import Any, BinaryIO, NamedTuple
 
-__all__ = ["FileSource", "FileStamp", "file_name", "file_source", "plain_file", "stamp"]
-
 _METHODS = frozenset({"fileno", "read", "readinto", "seek", "tell"})
 
 

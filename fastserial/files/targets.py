@@ -22,18 +22,6 @@ from fastserial.files import linux
 from fastserial.interrupts import OWN, Descriptors
 from fastserial.reasons import A_FILE, ANOTHER_OWNER, RENAMES, Reason
 
-__all__ = [
-    "Attributes",
-    "CannotReplace",
-    "PathTarget",
-    "StockWay",
-    "attributes_of",
-    "check_replaceable",
-    "find_target",
-    "refusal_text",
-    "set_attributes",
-]
-
 _MAX_LINKS = 40  # as the kernel's own limit
 _MOST_WITHOUT_PROC = 1024  # descriptors
 # Types (statfs) that need no trial: ext2 to ext4, XFS, btrfs, tmpfs, overlayfs, F2FS, ZFS,

@@ -31,19 +31,6 @@ from fastserial.formats.zip.records import PICKLE, read_places, read_record
 from fastserial.formats.zip.structs import LOCAL_SIGNATURE
 from fastserial.interrupts import Descriptors
 
-__all__ = [
-    "Container",
-    "FolderContainer",
-    "Format",
-    "LegacyContainer",
-    "SafetensorsContainer",
-    "ZipContainer",
-    "detect",
-    "format_of_head",
-    "is_dcp_folder",
-    "open_container",
-]
-
 _SMALL_RECORD = 4096
 _MOST_NOTES = 100
 _MAGIC_AT_MOST = 64  # bytes of a legacy file's first pickle in any pickle protocol

@@ -19,18 +19,6 @@ from fastserial.formats.pickles import Call, Decoded, Global, Limits, Mapping, d
 from fastserial.formats.source import BytesSource, ByteStream, Source, naming
 from fastserial.formats.storages import ITEM_BYTES
 
-__all__ = [
-    "METADATA_NAME",
-    "Chunk",
-    "Item",
-    "Known",
-    "Metadata",
-    "Stored",
-    "framed",
-    "is_framed",
-    "parse",
-]
-
 METADATA_NAME = re.compile(r"(?:__\d+)?\.metadata", re.ASCII)  # of all ranks, or of one
 _MARK = b"fastserial"
 _TRAILER = struct.Struct("<10sI")

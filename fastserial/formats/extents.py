@@ -24,18 +24,6 @@ from typing import NamedTuple
 
 from fastserial.memory.storages import Batch, Memory
 
-__all__ = [
-    "Data",
-    "DescriptorPatch",
-    "Extent",
-    "ExtentSource",
-    "Literal",
-    "Made",
-    "Packed",
-    "Trailer",
-    "clip",
-]
-
 
 class Literal(NamedTuple):
     """Bytes known when the layout is made."""

@@ -22,17 +22,6 @@ from fastserial.errors import (
 )
 from fastserial.formats.source import BytesSource, ByteStream
 
-__all__ = [
-    "Call",
-    "Decoded",
-    "Global",
-    "Limits",
-    "Mapping",
-    "Persistent",
-    "decode",
-    "refuse_nested",
-]
-
 _TUPLES = (b"t", b"\x85", b"\x86", b"\x87")  # the opcodes that make one
 _CHECK_EVERY = 4096  # opcodes between looks at the clock
 _PUSH_BYTES = 96  # what one opcode's value costs, roughly

@@ -11,8 +11,6 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-__all__ = ["PlainPickle", "plain_pickle"]
-
 # Opcodes of fixed length: containers, marks, None, True, False, REDUCE, BINPERSID; short
 # puts and gets, ints, floats. Runs are short, since the expression keeps a record of each step.
 _FIXED = rb"[(t\x85-\x87)\]}N\x88\x89aesuRQ]|[qhK].|M..|J.{4}|j.{4}|G.{8}"

@@ -17,17 +17,6 @@ from fastserial.formats.source import Source
 from fastserial.formats.storages import ITEM_BYTES, StorageEntry, contiguous_stride
 from fastserial.formats.tensors import Outline, TensorEntry
 
-__all__ = [
-    "INDEX",
-    "TYPE_NAMES",
-    "Header",
-    "file_order",
-    "header_bytes",
-    "index_bytes",
-    "read_header",
-    "split",
-]
-
 STEM = "model"
 INDEX = f"{STEM}.safetensors.index.json"
 _LENGTH_BYTES = 8

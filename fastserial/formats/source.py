@@ -15,16 +15,6 @@ from fastserial.errors import (
 )
 from fastserial.files.linux import preadv
 
-__all__ = [
-    "ByteStream",
-    "BytesSource",
-    "DescriptorSource",
-    "Source",
-    "naming",
-    "read_exactly",
-    "read_to",
-]
-
 
 class Source(Protocol):
     """Bytes that can be read at any offset: the only view that a parser has of a file.

@@ -9,18 +9,6 @@ from typing import Any
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.pickles import Global, Persistent
 
-__all__ = [
-    "ITEM_BYTES",
-    "PACKED",
-    "StorageEntry",
-    "contiguous_stride",
-    "dtype_name",
-    "reach",
-    "storage_entry",
-    "storage_table",
-    "storage_view",
-]
-
 _BY_SIZE = {
     1: (
         "bool uint8 int8 qint8 quint8 quint4x2 quint2x4 bits8 bits4x2 bits2x4 bits1x8 "

@@ -29,8 +29,6 @@ from fastserial.formats.storages import (
 from fastserial.formats.zip.directory import Directory
 from fastserial.formats.zip.records import PICKLE, record_stream
 
-__all__ = ["Outline", "TensorEntry", "outline", "zip_outline"]
-
 _CONTAINERS = (Call, Mapping, list, tuple)
 _LONGEST_KEY = 4096
 _MOST_DIMENSIONS = 1024

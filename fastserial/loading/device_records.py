@@ -20,7 +20,6 @@ from fastserial.memory.devices import has_streams
 if TYPE_CHECKING:
     from fastserial.formats.zip.directory import Directory
 
-__all__ = ["places_of"]
 
 _HOST = "cpu"  # the location that torch leaves as it is
 

@@ -13,8 +13,6 @@ from fastserial.memory.devices import has_streams
 from fastserial.memory.huge_pages import HugePages
 from fastserial.memory.storages import is_on_host
 
-__all__ = ["read_storages"]
-
 
 def read_storages(
     reader: FastFileReader, storages: Mapping[Any, Any], keys: Sequence[Any], offset: int

@@ -23,8 +23,6 @@ from fastserial.loading.pump import Block, Pump, Target
 from fastserial.loading.sinks import DeviceSink, ReadExtent
 from fastserial.memory.buffers import Buffer, own_buffer
 
-__all__ = ["plan_blocks"]
-
 _UNWANTED = memoryview(bytearray(NEAR_EXTENTS))  # any thread writes here, nobody reads
 
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from fastserial.loading.pump import Block
     from fastserial.memory.buffers import Ring
 
-__all__ = ["ReadPolicy", "in_turns", "lane_of"]
 
 _log = logging.getLogger("fastserial")
 

@@ -44,7 +44,6 @@ from fastserial.memory.storages import new_storage
 if TYPE_CHECKING:
     from fastserial.memory.buffers import Ring
 
-__all__ = ["Prefetch"]
 
 _log = logging.getLogger("fastserial")
 _DIGITS = 20  # of a key that is looked at

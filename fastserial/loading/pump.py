@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from fastserial.memory.buffers import Ring
 
-__all__ = ["Block", "Pump", "ReadCounts", "Target"]
 
 # Where the bytes of a block arrive before they are delivered:
 # - None: in a staging buffer, which exists during the delivery only;

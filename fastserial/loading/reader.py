@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from fastserial.memory.buffers import Ring
 
-__all__ = ["FastFileReader", "OccasionalReader", "report_load"]
-
 
 class FastFileReader:
     """A regular file, open for reading at any offset.

@@ -24,8 +24,6 @@ from fastserial.reports import HOST_ONLY
 if TYPE_CHECKING:
     from fastserial.loading.prefetch import Prefetch
 
-__all__ = ["LoadSession", "current_session"]
-
 
 class _Open(threading.local):
     """The files that `torch.load` has open in this thread, the innermost last.

@@ -13,16 +13,6 @@ if TYPE_CHECKING:
 
     from fastserial.memory.buffers import Ring
 
-__all__ = [
-    "BytesSink",
-    "CheckedSink",
-    "DeviceSink",
-    "HostSink",
-    "ReadExtent",
-    "Sink",
-    "storage_sink",
-]
-
 
 class Sink(Protocol):
     """Receives the bytes of one extent, in pieces, in any order, on any thread."""

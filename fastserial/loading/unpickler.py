@@ -29,8 +29,6 @@ from torch import _weights_only_unpickler as torchs
 from fastserial.config import current
 from fastserial.formats.plain_pickle import PlainPickle, plain_pickle
 
-__all__ = ["WeightsOnlyUnpickler", "unpickler_module"]
-
 _rebuild: Any = torch._utils
 _CONSTANTS = (torch.serialization.StorageType, torch.dtype)
 _LISTS = (tuple, list, torch.Size)

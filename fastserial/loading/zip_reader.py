@@ -19,8 +19,6 @@ from fastserial.formats.zip.directory import Directory, RecordEntry
 if TYPE_CHECKING:
     from fastserial.loading.prefetch import Prefetch
 
-__all__ = ["FastZipReader"]
-
 
 class _Loaded:
     """What `_load` unpacks: `get_storage_from_record(...)._typed_storage()._untyped_storage`."""

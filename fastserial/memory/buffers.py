@@ -34,22 +34,6 @@ from fastserial.reports import HOST_ONLY, Transfer
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "DIRECT",
-    "Buffer",
-    "BufferPool",
-    "PinnedStore",
-    "Ring",
-    "copy_to_host",
-    "free_pinned",
-    "host_buffer",
-    "instead",
-    "on_host",
-    "open_ring",
-    "own_buffer",
-    "pinned_store",
-]
-
 
 def host_buffer(address: int, nbytes: int) -> Buffer:
     """Return host memory at an address as a buffer; the caller keeps the memory alive."""

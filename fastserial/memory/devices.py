@@ -12,15 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "CopyStream",
-    "Pinned",
-    "copy_stream",
-    "device_names",
-    "has_streams",
-    "pin",
-    "unpin",
-]
 
 _NEEDED = ("Event", "Stream", "current_stream", "device", "stream")
 _NAMES = ("cuda", "xpu", "mtia", "hpu", "mps")

@@ -17,8 +17,6 @@ from typing import Any
 
 from fastserial.config.performance import SWITCH_INTERVAL
 
-__all__ = ["HeldSetting", "Hold", "paused_collection", "quick_switches"]
-
 
 class _Change:
     """Shared by all holders; restores the value when the last reference is gone."""

@@ -22,8 +22,6 @@ from fastserial.config.performance import (
     TIMED_STEP,
 )
 
-__all__ = ["PR_GET_THP_DISABLE", "SWITCH", "HugePages", "gather_pages", "refused"]
-
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PR_GET_THP_DISABLE = 42
 _MADV_COLLAPSE = 25  # Linux 6.1

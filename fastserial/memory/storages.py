@@ -23,24 +23,6 @@ from fastserial.memory.devices import has_streams
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Batch",
-    "HostMemory",
-    "Memory",
-    "StorageMemory",
-    "StorageOnHost",
-    "batch_of",
-    "device_types",
-    "host_bytes",
-    "is_on_host",
-    "is_plain",
-    "memmove",
-    "new_storage",
-    "other_threads",
-    "storage_batch",
-    "storage_memory",
-    "synchronize",
-]
 
 # Up to so many bytes a copy is faster than acquiring the interpreter's lock again. A thread that
 # waits for the lock wakes up in vain each time that it is released so briefly.

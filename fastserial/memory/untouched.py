@@ -14,8 +14,6 @@ import torch
 
 from fastserial.memory.storages import new_storage
 
-__all__ = ["Untouched"]
-
 _ALIGN = 64
 _PROT_NONE = 0
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)

@@ -43,14 +43,6 @@ from fastserial.saving.writer import FastFileWriter
 if TYPE_CHECKING:
     from torch import UntypedStorage
 
-__all__ = [
-    "KINDS",
-    "Kind",
-    "check_snapshot",
-    "save_async",
-    "size_of",
-    "start_save",
-]
 
 Kind = Literal["copy", "in_place"]
 

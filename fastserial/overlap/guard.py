@@ -20,8 +20,6 @@ from fastserial.overlap.snapshot import Snapshot
 from fastserial.overlap.watch import all_storages
 from fastserial.patching.install import hide_from_compiler
 
-__all__ = ["protect", "storages_of_optimizer", "watch_steps"]
-
 _protected: list[Snapshot] = []
 
 

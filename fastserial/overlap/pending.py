@@ -29,8 +29,6 @@ from fastserial.overlap.snapshot import Snapshot
 from fastserial.overlap.threads_at import at_rest
 from fastserial.reports import SaveReport
 
-__all__ = ["PendingSave", "admit", "run_at_once", "run_in_background", "wait_all"]
-
 _log = logging.getLogger("fastserial")
 _MOST = 2  # one is written, one waits for its turn
 

@@ -36,7 +36,6 @@ from fastserial.reports import SnapshotReport
 if TYPE_CHECKING:
     from torch import UntypedStorage
 
-__all__ = ["LiveMemory", "Snapshot", "StoragePart"]
 
 _SMALL = PACKED_STORAGE  # a storage of up to so many bytes is copied at the call,
 _SMALL_TOTAL = 32 * 1024 * 1024  # up to so many bytes of them, whatever the budget

@@ -13,8 +13,6 @@ import torch
 
 from fastserial.files.linux import available_bytes
 
-__all__ = ["HostRegion", "Staging", "staging"]
-
 _LARGER = 2  # a kept region is used for as few as one part in so many of its bytes,
 _LITTLE = 1024 * 1024  # or up to so many more
 _MORE = 8 * 1024 * 1024  # bytes kept beyond the most that was in use at a time

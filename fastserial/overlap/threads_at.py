@@ -13,8 +13,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from time import monotonic, sleep
 
-__all__ = ["at_rest", "wait_until_on"]
-
 _FIRST_PAUSE = 0.0002  # seconds
 _LONGEST_PAUSE = 0.005
 _resting: dict[int, int] = {}  # threads that wait in fastserial, and how deep

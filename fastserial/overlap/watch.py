@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastserial.memory.storages import is_plain
 
-__all__ = ["Reached", "all_storages", "noting", "storages_of"]
-
 _PARTS = ("_indices", "_values")  # of a sparse tensor
 _COMPRESSED = ("crow_indices", "col_indices", "ccol_indices", "row_indices", "values")
 

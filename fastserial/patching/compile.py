@@ -14,8 +14,6 @@ from fastserial.errors import PatchError
 if TYPE_CHECKING:
     from fastserial.patching.patches import BuiltFunction
 
-__all__ = ["Installation", "Swap", "prepare"]
-
 
 class Swap(NamedTuple):
     """A name in a module, torch's object for it, and ours that takes its place."""

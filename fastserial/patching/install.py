@@ -23,18 +23,6 @@ from fastserial.errors import PatchError, UnsupportedTorchWarning
 from fastserial.memory.held_settings import paused_collection
 from fastserial.patching.compile import Installation, Swap, prepare
 
-__all__ = [
-    "PatchStatus",
-    "get_original",
-    "hide_from_compiler",
-    "install",
-    "installed",
-    "patched",
-    "status",
-    "switch_on",
-    "uninstall",
-]
-
 _log = logging.getLogger("fastserial")
 _REMEDY = (
     "torch.save and torch.load stay stock: correct, but not faster. See "

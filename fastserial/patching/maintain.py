@@ -24,8 +24,6 @@ from fastserial.patching.patches import (
     split_lines,
 )
 
-__all__ = ["TorchSource", "diff", "new", "open_torch", "write_copies"]
-
 _FILE = f"{MODULE.replace('.', '/')}.py"
 _VERSION = re.compile(r"""^__version__[^=\n]*=\s*(['"])(.+?)\1""", re.MULTILINE)
 

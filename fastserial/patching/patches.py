@@ -23,19 +23,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = [
-    "MODULE",
-    "BuiltFunction",
-    "Edit",
-    "Patch",
-    "build",
-    "check",
-    "choose",
-    "patch_names",
-    "patches_dir",
-    "read_patch",
-    "split_lines",
-]
 
 MODULE = "torch.serialization"
 BEGIN = "# >>> fastserial"

@@ -29,8 +29,6 @@ from fastserial.patching.compile import Swap
 from fastserial.reports import SAVES
 from fastserial.saving.writer import FastFileWriter
 
-__all__ = ["switch_off", "switch_on"]
-
 _MODULE = "safetensors.torch"
 _FUNCTION = "serialize_file"
 _log = logging.getLogger("fastserial")

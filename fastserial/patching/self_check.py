@@ -18,9 +18,6 @@ from fastserial.saving.torch_writer import (
     new_writer,
 )
 
-__all__ = ["self_check"]
-
-
 # Names and sizes that meet each rule: empty, small, behind the lookalike's signature, too large for
 # 32 bits, and behind 4 GiB. An int is a record without data.
 _PROBE: tuple[tuple[str, bytes | int], ...] = (

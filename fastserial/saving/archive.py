@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from fastserial.saving.writer import FastFileWriter
 
-__all__ = ["ZipArchive"]
 
 _HEAD = 8
 

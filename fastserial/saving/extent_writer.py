@@ -49,11 +49,6 @@ if TYPE_CHECKING:
     from fastserial.engines.gds.memory import DirectMemory, Move
     from fastserial.memory.buffers import Buffer, Ring
 
-__all__ = [
-    "DeviceBlocks",
-    "ExtentWriter",
-    "Outcome",
-]
 
 _log = logging.getLogger("fastserial")
 _SWITCHED_OFF = "direct I/O is switched off"

@@ -34,15 +34,6 @@ from fastserial.memory.storages import HostMemory, StorageMemory
 if TYPE_CHECKING:
     from fastserial.memory.buffers import Ring
 
-__all__ = [
-    "BlockContent",
-    "device_copies",
-    "device_memory",
-    "fill",
-    "fill_request",
-    "write_all",
-    "write_buffered",
-]
 
 _CRC = struct.Struct("<I")
 

@@ -19,8 +19,6 @@ from fastserial.files.linux import DirectFile, compresses, open_direct
 from fastserial.interrupts import Descriptors
 from fastserial.reasons import QUICKER, SEE_DOCTOR, Reason
 
-__all__ = ["Route", "choose_route"]
-
 _COMPRESSED = Reason("the file system compresses this file, but not direct writes", QUICKER)
 _REFUSED = Reason("direct I/O refused at the first write: Invalid argument", SEE_DOCTOR)
 _RouteKind = Literal["direct", "cached", "trial"]

@@ -20,16 +20,6 @@ from fastserial import trace
 from fastserial.checksums import crc32
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
 
-__all__ = [
-    "DEFAULT_ALIGNMENT",
-    "PieceSink",
-    "alignment",
-    "checksums_wanted",
-    "finish",
-    "has_alignment",
-    "new_writer",
-]
-
 _VERSION = b"3\n"
 _DIGITS = 20
 DEFAULT_ALIGNMENT = 64

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from fastserial.engines.deepspeed.writer_config import WriterOptions
 
-__all__ = ["FastFileWriter"]
-
 
 class FastFileWriter:
     """A writable binary file, for `torch.save(obj, writer)` or by itself.

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-__all__ = ["Checkpointer"]
 
 _log = logging.getLogger("fastserial")
 _SIGNAL, _DUE = 1, 2  # flags that ranks exchange: a signal came, the time has passed

@@ -17,8 +17,6 @@ from fastserial.errors import CheckpointFileError, ConfigError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
 
-__all__ = ["CheckpointFolder"]
-
 # What a killed save leaves on a file system without unnamed files (O_TMPFILE).
 _LEFTOVER = re.compile(r"\.(.+)\.fastserial-\d+\.tmp")
 _LOCK = ".fastserial.lock"

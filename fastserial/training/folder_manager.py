@@ -15,8 +15,6 @@ from fastserial.training.mirror import Mirror
 from fastserial.training.retention import Retention
 from fastserial.training.single_process import OWN
 
-__all__ = ["FolderManager"]
-
 _log = logging.getLogger("fastserial")
 
 

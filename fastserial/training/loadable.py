@@ -11,8 +11,6 @@ import torch
 from fastserial.nests import shown, walk
 from fastserial.training.rank_values import packed, unpacked
 
-__all__ = ["refused"]
-
 _SHOWN = 5
 _SAFE = {dict, OrderedDict, Counter, list, tuple}  # their items are checked one by one
 

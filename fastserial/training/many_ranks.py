@@ -56,7 +56,6 @@ from fastserial.training.wrapped import plain
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["ManyRanks"]
 
 _USE = "checkpointer"
 _FSDP_1 = "FullyShardedDataParallel"

@@ -22,8 +22,6 @@ from fastserial.saving.writer import FastFileWriter
 from fastserial.training.folder import CheckpointFolder
 from fastserial.training.retention import Retention
 
-__all__ = ["Mirror"]
-
 _CHUNK = 8 * 1024 * 1024
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries of an upload
 _log = logging.getLogger("fastserial")

@@ -27,16 +27,6 @@ from fastserial.overlap.guard import storages_of_optimizer
 from fastserial.overlap.watch import all_storages
 from fastserial.training.wrapped import plain, state_of_module, state_to_module
 
-__all__ = [
-    "expected_bytes",
-    "holds_objects",
-    "refuse_unrestorable",
-    "restore",
-    "state_of",
-    "states",
-    "steady",
-]
-
 _MIXED = (
     "Other objects may be restored already: resume from another checkpoint, or create them again, "
     "before you use them"

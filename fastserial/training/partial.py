@@ -12,17 +12,6 @@ from torch.nn import Module
 from fastserial.errors import LoadMismatchError
 from fastserial.training.wrapped import plain, state_of_module
 
-__all__ = [
-    "NameDifference",
-    "ResumeReport",
-    "ResumeRequest",
-    "StateName",
-    "difference",
-    "names_here",
-    "names_in",
-]
-__all__ += ["lacks_of_rank", "renamed", "renamed_name"]
-
 
 class StateName(NamedTuple):
     """An entry of the state, or a key of a module in it; printed as `model.0.weight`."""

@@ -18,8 +18,6 @@ from torch import _weights_only_unpickler
 
 from fastserial.memory.storages import bytes_at
 
-__all__ = ["generator_states", "packed", "restore_generators", "row_of", "unpacked"]
-
 _LENGTH = 8  # bytes of the length of the pickle, which a row begins with
 _UNIT = 4096  # the size of a row is a multiple (bytes): it stays when a count grows
 _MERSENNE = "MT19937"  # NumPy's global generator, unless a program sets another one

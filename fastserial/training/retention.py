@@ -10,8 +10,6 @@ from typing import Literal
 
 from fastserial.errors import ConfigError
 
-__all__ = ["Best", "Retention", "seconds_of"]
-
 Best = tuple[str, Literal["min", "max"]]
 
 _TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")

@@ -32,8 +32,6 @@ from fastserial.training.partial import (
 )
 from fastserial.training.rank_values import packed, row_of
 
-__all__ = ["OWN", "SaveJob", "SingleProcess"]
-
 OWN = "checkpointer"  # the key of what is not the user's
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["plain", "state_of_module", "state_to_module"]
-
 
 def plain(value: Any) -> Any:
     """Return the module inside of wrappers; other values unchanged."""

@@ -36,8 +36,6 @@ from fastserial.formats.container import (
 from fastserial.formats.source import DescriptorSource
 from fastserial.interrupts import Descriptors
 
-__all__ = ["Problem", "VerifyReport", "checkpoints_in", "refuse_damaged", "verify"]
-
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 _REASONS = {
     Format.FOLDER: "a directory: verify the files in it (`checkpoints_in`)",

@@ -14,8 +14,6 @@ from fastserial.formats.source import BytesSource, DescriptorSource, Source
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import CheckedSink, ReadExtent
 
-__all__ = ["FilePart", "Span"]
-
 Span = tuple[int, int]  # the first byte, and how many
 
 

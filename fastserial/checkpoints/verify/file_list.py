@@ -18,9 +18,6 @@ from fastserial.formats.safetensors import read_header
 from fastserial.formats.source import DescriptorSource
 from fastserial.interrupts import Descriptors
 
-__all__ = ["FILE_LIST", "MARK", "file_lists_in", "is_file_list", "keys_of_files"]
-__all__ += ["verify_file_list"]
-
 FILE_LIST = "file list"
 MARK = "fastserial_complete.json"
 _INDICES = (".safetensors.index.json", ".bin.index.json")

@@ -19,8 +19,6 @@ from fastserial.formats.zip.structs import END, END_SIGNATURE, LOCAL_SIGNATURE
 from fastserial.interrupts import Descriptors
 from fastserial.progress import progress_bar
 
-__all__ = ["verify_folder"]
-
 _SHOWN = 3
 _FEWER_BYTES = "it has fewer bytes than its shape says"
 _OF_ANOTHER = "it is that of another checkpoint"

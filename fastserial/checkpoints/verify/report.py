@@ -8,8 +8,6 @@ from typing import Literal
 from fastserial.errors import CorruptCheckpointError, TruncatedCheckpointError
 from fastserial.printable import BoundedRepr
 
-__all__ = ["Problem", "Status", "VerifyReport"]
-
 Status = Literal["ok", "damaged", "unreadable"]
 _MOST = 1000
 

@@ -31,8 +31,6 @@ from fastserial.formats.zip.directory import (
 from fastserial.formats.zip.records import PICKLE, is_part, read_record
 from fastserial.formats.zip.structs import DEFLATED, FIELD, LOCAL, U16, U32, UTF8
 
-__all__ = ["verify_zip"]
-
 _PLAIN = (0, 0, 0, 0, 0, 0, 0)
 _IS_FOLDER = 0x10  # in the external attributes
 _DEFLATED = (0, 20, 0, 0, 0, 0, 0)  # the code in a TorchScript archive

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from fastserial.checkpoints.convert import Converted, part_of
-from fastserial.checkpoints.mapped_source import ConvertSource
+from fastserial.checkpoints.streaming import ConvertSource
 from fastserial.config import Config, options
 from fastserial.distributed.dcp.item_layout import TensorBytes, bytes_of
 from fastserial.distributed.dcp.shard_layout import ShardLayout
@@ -19,8 +19,6 @@ from fastserial.distributed.dcp.storage_writer import FastStorageWriter
 from fastserial.distributed.sharding.pieces import unloadable
 from fastserial.errors import ConvertError
 from fastserial.patching.self_check import self_check
-
-__all__ = ["write_folder"]
 
 
 class _StreamingWriter(FastStorageWriter):

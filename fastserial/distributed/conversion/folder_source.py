@@ -31,8 +31,6 @@ from fastserial.interrupts import Descriptors, finish
 from fastserial.memory.storages import Memory
 from fastserial.memory.untouched import Untouched
 
-__all__ = ["ChunkedMemory", "FolderSource", "StoredChunk"]
-
 
 class StoredChunk(NamedTuple):
     """A part of a tensor in a file.

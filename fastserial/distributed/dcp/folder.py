@@ -23,8 +23,6 @@ from fastserial.files.durable import sync_folders
 from fastserial.formats.dcp import METADATA_NAME, Known, framed
 from fastserial.memory.held_settings import paused_collection
 
-__all__ = ["METADATA", "ShardFolder", "encoded", "known_of", "metadata_name", "storage_info"]
-
 _ATTRIBUTE = "fastserial"
 
 

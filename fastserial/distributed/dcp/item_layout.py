@@ -27,8 +27,6 @@ from fastserial.memory.storages import HostMemory, Memory
 from fastserial.memory.untouched import Untouched
 from fastserial.saving import torch_writer
 
-__all__ = ["NO_FRAME", "Frame", "TensorBytes", "bytes_of", "frame_of", "outermost_first"]
-
 
 class TensorBytes(NamedTuple):
     """A tensor as it is written to a file.

@@ -22,8 +22,6 @@ from fastserial.formats.zip.directory import Directory
 from fastserial.formats.zip.records import all_checksums, read_places, read_record
 from fastserial.formats.zip.structs import END, END_SIGNATURE, LOCAL_SIGNATURE
 
-__all__ = ["ItemTensor", "check_archive", "tensor_in"]
-
 _EDGE = 4096  # bytes; more than what surrounds the data of a tensor
 _MOST = 1024 * 1024  # bytes of a record other than the data
 

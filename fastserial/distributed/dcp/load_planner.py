@@ -31,8 +31,6 @@ from fastserial.distributed.ranks.group import Traffic, node_name
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import is_plain
 
-__all__ = ["TIMEOUT", "FastLoadPlanner", "pass_on", "read_together"]
-
 SHARED_FROM = 1024 * 1024  # bytes; smaller pieces are read by each rank
 TIMEOUT = 1800.0  # seconds: a rank may still be reading when others wait for it
 _MESSAGE = 32 * 1024 * 1024  # bytes of one message

@@ -29,25 +29,6 @@ from fastserial.distributed.sharding.pieces import as_dtensor, holding
 from fastserial.distributed.state.tables import SHARED_FROM
 from fastserial.errors import UnknownPlacementError
 
-__all__ = [
-    "BYTES",
-    "OTHER",
-    "REPLICA",
-    "SHARD",
-    "RankEntries",
-    "StateEntry",
-    "WritePart",
-    "chunk_of",
-    "entries_of",
-    "global_plan",
-    "kind_of",
-    "parts_of",
-    "replicas_of",
-    "share_in",
-    "whole_box",
-    "write_items",
-]
-
 BYTES, SHARD, REPLICA, OTHER = range(4)  # kinds of entries; REPLICA: a plain tensor
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _GLOBAL = "global_shape"  # torch 2.15: a plain tensor that has it is a part of another one

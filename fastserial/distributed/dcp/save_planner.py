@@ -39,8 +39,6 @@ from fastserial.distributed.state.facts import facts_of
 from fastserial.errors import UnknownPlacementError
 from fastserial.memory.held_settings import paused_collection
 
-__all__ = ["FastSavePlanner"]
-
 _PLANNING = ("create_local_plan", "create_global_plan", "finish_plan", "lookup_object")
 
 

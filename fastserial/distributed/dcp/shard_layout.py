@@ -27,8 +27,6 @@ from fastserial.memory.storages import bytes_at, host_bytes
 from fastserial.patching.self_check import self_check
 from fastserial.saving import torch_writer
 
-__all__ = ["ShardLayout"]
-
 _HEAD = 8  # bytes of a tensor that torch may take for a data descriptor
 
 

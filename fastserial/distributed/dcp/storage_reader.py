@@ -44,8 +44,6 @@ from fastserial.formats.source import read_exactly
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.memory.held_settings import paused_collection
 
-__all__ = ["FastStorageReader"]
-
 
 class WantedItem(NamedTuple):
     """An item that is to be read.

@@ -41,8 +41,6 @@ from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import synchronize
 from fastserial.saving.writer import FastFileWriter
 
-__all__ = ["FastStorageWriter", "snapshot"]
-
 
 def snapshot(state: Any) -> Any:
     """Return a copy of a nest of containers; tensors that occur twice are copied once."""

@@ -31,8 +31,6 @@ from fastserial.reports import SaveReport, publish_save
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["save_async", "size_of", "start_save"]
-
 
 def save_async(
     obj: object,

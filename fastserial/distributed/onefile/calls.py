@@ -14,8 +14,6 @@ from fastserial.reports import LoadReport, SaveReport
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["load", "save"]
-
 
 def save(
     obj: object,

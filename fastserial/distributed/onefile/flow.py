@@ -30,8 +30,6 @@ from fastserial.distributed.sharding.file_index import FileTensor
 from fastserial.distributed.sharding.grid import Grid, grid_of
 from fastserial.loading.reader import FastFileReader
 
-__all__ = ["Flow", "grids_of", "read_odd", "targets_of", "wanted_of"]
-
 _LARGEST_WINDOW = 8 * 1024 * 1024  # bytes; two of them are in memory
 _SENT_AT_ONCE = 24 * 1024 * 1024  # bytes by a rank, as many received, and as many to be converted
 _PAGE = 4096

@@ -24,8 +24,6 @@ from fastserial.formats.zip.layout import ZipLayout, ZipPlan
 from fastserial.memory.untouched import Untouched
 from fastserial.saving import torch_writer
 
-__all__ = ["FileLayout", "StandIns"]
-
 
 class ArchiveRecord(NamedTuple):
     """A record of the file.

@@ -28,8 +28,6 @@ from fastserial.loading.reader import FastFileReader
 from fastserial.memory.held_settings import paused_collection
 from fastserial.reports import Latency, LoadReport, RankReport, publish_load
 
-__all__ = ["HALFWAY", "LoadTask", "load_file"]
-
 _SHOWN = 20  # keys, and mismatches, that an error names
 _RACES = 8  # so often the file may be replaced while the ranks open it
 HALFWAY = "What was to be filled is filled in part: load it again before you use it"

@@ -50,7 +50,6 @@ from fastserial.reports import LoadReport, RankReport, SaveReport, publish_load,
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["holds_safetensors", "load_folder", "save_folder"]
 
 _METADATA = {"format": "pt"}
 _ONE_FILE = "model.safetensors"

@@ -53,7 +53,6 @@ from fastserial.saving.extent_writer import Outcome
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["TIMEOUT", "SaveTask", "Writers", "save_file"]
 
 Writers = Literal["all", "node"] | int
 Ranges = dict[int, list[tuple[int, int, int]]]

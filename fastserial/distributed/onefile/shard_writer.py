@@ -41,8 +41,6 @@ from fastserial.overlap.snapshot import Snapshot, StoragePart
 from fastserial.saving.extent_writer import ExtentWriter, Outcome
 from fastserial.saving.fill import write_all
 
-__all__ = ["ShardWriter"]
-
 _CRC = struct.Struct("<I")
 _CRC_AT = 4  # in a data descriptor
 _SEALED = 8  # bytes of a data descriptor up to the end of its CRC-32

@@ -13,8 +13,6 @@ from fastserial.files.destination import open_path, required, save_error, wait_u
 from fastserial.files.linux import reserve
 from fastserial.interrupts import Descriptors
 
-__all__ = ["FileIdentity", "NewFile", "OpenedFile"]
-
 
 class FileIdentity(NamedTuple):
     """By which the other ranks find the new file.

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Assignment", "Workload", "assign"]
-
 _LEAST = 64 * 1024  # bytes of a piece; cutting smaller ones gains nothing
 
 

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from fastserial.distributed.sharding.boxes import Box, boxes_of_range, joined, run_of, span_of
 from fastserial.distributed.sharding.pieces import Flat, Mesh, TensorSpec, boxes_at
 
-__all__ = ["GRAIN", "Cover", "HeldBox", "cover_of", "owned_blocks"]
-
 
 class HeldBox(NamedTuple):
     """A box and the ranks that hold it, each the same bytes.

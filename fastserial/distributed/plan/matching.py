@@ -16,8 +16,6 @@ from fastserial.distributed.state.walk import is_leaf, is_live, leaves
 from fastserial.errors import LoadMismatchError
 from fastserial.nests import Path, is_container, items_of, sequence_like, walk
 
-__all__ = ["Match", "Path", "TensorMatch", "file_leaves", "path_name", "unused"]
-
 _LISTS = (list, tuple)
 
 

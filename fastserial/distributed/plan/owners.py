@@ -13,8 +13,6 @@ from fastserial.distributed.plan.balance import Workload, assign
 from fastserial.distributed.sharding.boxes import Box, span_of
 from fastserial.distributed.sharding.grid import Grid
 
-__all__ = ["ReadShare", "ReadShares", "Wanted", "divide_reads"]
-
 # Bytes: smaller parts of a tensor are read together with what is near them. More than the gaps that
 # `loading.planner` reads along, so that nobody reads what others own.
 _FINEST = 256 * 1024

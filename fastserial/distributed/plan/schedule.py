@@ -20,8 +20,6 @@ from fastserial.distributed.sharding.boxes import Box, joined, within
 from fastserial.distributed.sharding.pieces import TensorSpec
 from fastserial.memory.held_settings import paused_collection
 
-__all__ = ["CONTAINER", "FilePlan", "FileRange", "Move", "Round", "Schedule", "schedule"]
-
 CONTAINER = -1  # instead of a source: the zip's own bytes, which rank 0 has
 _ALIGN = 16
 

@@ -17,8 +17,6 @@ from fastserial.distributed.ranks.exchange import as_integers
 from fastserial.formats.storages import reach
 from fastserial.memory.storages import synchronize
 
-__all__ = ["checksums", "differing", "ranks_in_words"]
-
 _Key = TypeVar("_Key", int, str)  # of a tensor: its number among the leaves, or its name
 
 # The sample: spots of the same size, the first and the last bytes among them.

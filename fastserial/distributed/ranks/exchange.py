@@ -19,20 +19,6 @@ from fastserial.distributed.sharding.boxes import Box, boxes_of_range, run_of, s
 from fastserial.formats.storages import contiguous_stride
 from fastserial.memory.storages import Memory, memmove
 
-__all__ = [
-    "INTEGERS",
-    "Elements",
-    "Exchange",
-    "GatheredMemory",
-    "MemorySlice",
-    "as_integers",
-    "held_in_box",
-    "held_in_range",
-    "is_consecutive",
-    "packed",
-    "view_in_box",
-]
-
 _ALIGN = 16  # bytes of the largest elements
 # By bytes of an element: types that every copy leaves as they are.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

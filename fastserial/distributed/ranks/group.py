@@ -33,8 +33,6 @@ from fastserial.errors import (
 )
 from fastserial.overlap.threads_at import at_rest
 
-__all__ = ["Traffic", "collective", "node_name", "path_of", "traffic_of"]
-
 _FAILED = "failed"  # key of the failure in the store
 _FIRST = 1024  # bytes that every message begins with: its length, and as much of it as fits
 _LENGTH = 8  # bytes of the length

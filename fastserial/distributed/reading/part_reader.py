@@ -27,8 +27,6 @@ from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import CheckedSink, DeviceSink, HostSink, ReadExtent, Sink
 from fastserial.memory.storages import is_on_host, is_plain
 
-__all__ = ["PartReader", "ReadTarget", "Window", "WindowPiece", "buffer_for", "windows_of"]
-
 _BETWEEN = 512 * 1024 * 1024  # bytes that are read at a stretch, unless one extent has more
 _NEAR = 64 * 1024  # bytes nobody wants that are read rather than split a read in two
 _ALIGN = 16  # bytes of the largest elements

@@ -10,16 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-__all__ = [
-    "Box",
-    "boxes_of_range",
-    "intersect",
-    "joined",
-    "run_of",
-    "span_of",
-    "within",
-]
-
 
 class Box(NamedTuple):
     """The elements from `offsets` on, `sizes` of them along each dimension."""

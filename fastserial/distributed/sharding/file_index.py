@@ -21,15 +21,6 @@ from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places
 from fastserial.nests import sequence_like
 
-__all__ = [
-    "FileIndex",
-    "FileTensor",
-    "Record",
-    "fingerprint",
-    "index_of_file",
-    "is_plain_tuple",
-]
-
 _ENDS = 64 * 1024  # bytes: a zip's checksums stand near its end
 _ELEMENT_WISE = (torch.Tensor, torch.nn.Parameter)
 

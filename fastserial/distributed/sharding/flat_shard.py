@@ -7,8 +7,6 @@ from math import prod
 
 import torch
 
-__all__ = ["FlatShard"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatShard:

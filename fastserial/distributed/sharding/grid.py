@@ -16,8 +16,6 @@ from fastserial.distributed.sharding.boxes import Box, span_of
 from fastserial.distributed.sharding.file_index import FileTensor
 from fastserial.formats.storages import contiguous_stride
 
-__all__ = ["Grid", "grid_of"]
-
 
 @dataclass(slots=True, eq=False)
 class Grid:

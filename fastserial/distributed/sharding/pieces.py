@@ -19,21 +19,6 @@ from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.errors import LoadMismatchError, UnknownPlacementError
 from fastserial.formats.storages import reach
 
-__all__ = [
-    "Flat",
-    "Holding",
-    "Mesh",
-    "Split",
-    "TensorSpec",
-    "as_dtensor",
-    "boxes_at",
-    "holding",
-    "in_place",
-    "local_of",
-    "unloadable",
-    "views",
-]
-
 Range = tuple[int, int]
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 

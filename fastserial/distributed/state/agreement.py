@@ -21,8 +21,6 @@ from fastserial.distributed.state.tables import StateTable, difference
 from fastserial.distributed.state.walk import Leaves
 from fastserial.errors import DistributedError
 
-__all__ = ["Agreement"]
-
 _SHOWN = 5
 _PARTS = (
     "Parts of one tensor: save a DTensor or a FlatShard. What should be the same everywhere: "

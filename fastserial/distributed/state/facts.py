@@ -16,8 +16,6 @@ import torch
 
 from fastserial.distributed.sharding.flat_shard import FlatShard
 
-__all__ = ["facts_of", "shardings"]
-
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _GLOBAL = "global_shape"  # torch 2.15: a plain tensor that has it is a part of another one
 _FLAT = attrgetter(

@@ -22,8 +22,6 @@ from fastserial.distributed.sharding.pieces import Mesh, TensorSpec, as_dtensor,
 from fastserial.errors import LoadMismatchError
 from fastserial.nests import sequence_like
 
-__all__ = ["Describer", "LeafSpec", "leaf_of", "merged"]
-
 
 @dataclass(slots=True, eq=False)
 class LeafSpec:

@@ -22,8 +22,6 @@ from fastserial.distributed.sharding.pieces import as_dtensor
 from fastserial.errors import ConfigError
 from fastserial.nests import walk
 
-__all__ = ["LiveState", "module_of", "state_of_module", "state_of_optimizer"]
-
 
 class _UnsteppedOptimizer:
     """An optimizer for functions that would create its state if there is none."""

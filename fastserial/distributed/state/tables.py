@@ -33,17 +33,6 @@ from fastserial.errors import ConfigError
 from fastserial.memory.storages import HostMemory, Memory, synchronize
 from fastserial.overlap.snapshot import StoragePart
 
-__all__ = [
-    "SHARED_FROM",
-    "Grids",
-    "RecordSources",
-    "StateTable",
-    "difference",
-    "is_plain",
-    "synchronize_devices",
-    "table_of",
-]
-
 # Bytes of a storage from which on every rank writes a part of it. Below it counts what rank 0 has:
 # buffers of a data-parallel model may differ, and the file is what rank 0 would have saved.
 SHARED_FROM = 1024 * 1024

@@ -25,16 +25,6 @@ from fastserial.nests import (
 )
 from fastserial.overlap.watch import all_storages
 
-__all__ = [
-    "Leaves",
-    "buffers_of",
-    "is_leaf",
-    "is_live",
-    "is_sharded",
-    "leaves",
-    "states",
-]
-
 # Dictionaries whose keys name things. A Counter is a value as a whole, as is a dictionary without
 # tensors that has other keys than these, or more than anybody would give names to.
 _NAMING = (dict, OrderedDict)

@@ -23,16 +23,6 @@ from typing import Any
 
 from fastserial.errors import EngineUnavailableError
 
-__all__ = [
-    "BUILD_COMMAND",
-    "AioSettings",
-    "borrow_handle",
-    "give_back",
-    "load_op",
-    "missing",
-    "write",
-]
-
 MiB = 1024 * 1024
 BUILD_COMMAND = (
     'python -c "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()"'

@@ -32,7 +32,6 @@ from fastserial.memory.buffers import BufferPool
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeepSpeedEngine", "is_blank", "is_written"]
 
 _log = logging.getLogger("fastserial")
 

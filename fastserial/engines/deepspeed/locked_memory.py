@@ -17,7 +17,6 @@ from fastserial.memory.huge_pages import gather_pages
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LockedPool", "locked_pool", "may_lock"]
 
 _lock = threading.RLock()  # a signal handler may come while its thread holds it
 _spare: list[torch.Tensor] = []  # at most one

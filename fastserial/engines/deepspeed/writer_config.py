@@ -17,8 +17,6 @@ from fastserial.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FastFileWriterConfig", "WriterOptions", "options_of", "overrides"]
-
 
 class WriterOptions(Protocol):
     """What is read of DeepSpeed's `FastFileWriterConfig`."""

@@ -21,7 +21,6 @@ from fastserial.engines import Op
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CuFile", "DirectTransferError", "missing", "open_driver", "serves"]
 
 _PACKAGE = "cuda.bindings"
 _ALREADY_OPEN = 5026  # CU_FILE_DRIVER_ALREADY_OPEN

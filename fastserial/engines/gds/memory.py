@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from fastserial.memory.buffers import Buffer, Ring
     from fastserial.memory.storages import StorageMemory
 
-__all__ = ["DirectMemory", "missing", "offer"]
 
 Move = Callable[[Request], int]
 

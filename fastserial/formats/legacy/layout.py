@@ -13,8 +13,6 @@ from operator import floordiv
 from fastserial.formats.extents import Data, Extent, Literal, Packed
 from fastserial.memory.storages import Batch
 
-__all__ = ["COUNT", "element_counts", "storage_extents"]
-
 COUNT = struct.Struct("<q")  # of elements, before each storage
 
 

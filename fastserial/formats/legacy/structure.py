@@ -15,8 +15,6 @@ from fastserial.formats.pickles import Decoded, Limits, Mapping, decode
 from fastserial.formats.source import ByteStream, Source
 from fastserial.formats.storages import ITEM_BYTES, StorageEntry, storage_table
 
-__all__ = ["MAGIC", "LegacyFile", "read_legacy"]
-
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
 

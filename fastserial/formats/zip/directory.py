@@ -19,16 +19,6 @@ from fastserial.formats.source import Source
 from fastserial.formats.zip import structs
 from fastserial.formats.zip.structs import CENTRAL, DEFLATED, LOCAL, REFUSED, STORED, U16, U32
 
-__all__ = [
-    "MAX_DIRECTORY_BYTES",
-    "Directory",
-    "EndRecords",
-    "LocalHeader",
-    "RecordEntry",
-    "parse_local_header",
-    "read_directory",
-]
-
 MAX_DIRECTORY_BYTES = 512 * 1024 * 1024  # about 8 million records
 _REACH = 4096 + 16 * 4093  # how far from the end of the file torch's reader looks (bytes)
 

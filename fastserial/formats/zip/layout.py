@@ -25,16 +25,6 @@ from fastserial.formats.zip import structs
 from fastserial.formats.zip.structs import CENTRAL, DESCRIPTOR, FIELD, LOCAL, U32, UTF8
 from fastserial.memory.storages import Batch, Memory
 
-__all__ = [
-    "ID_RECORD",
-    "MAX_ALIGNMENT",
-    "ZipLayout",
-    "ZipPlan",
-    "archive_name",
-    "fold",
-    "lookalike_of",
-]
-
 ID_RECORD = ".data/serialization_id"
 # The `FB` padding length and the extra field's length are 16-bit; zip64 takes up to 28 bytes.
 MAX_ALIGNMENT = 65536 - 64

@@ -14,16 +14,6 @@ from fastserial.formats.zip.directory import (
 )
 from fastserial.formats.zip.structs import LOCAL
 
-__all__ = [
-    "PICKLE",
-    "all_checksums",
-    "is_part",
-    "read_places",
-    "read_record",
-    "record_stream",
-    "storage_records",
-]
-
 PICKLE = "data.pkl"
 _PARTS = (PICKLE, "byteorder", "version", ".data/version")
 _MOST_INFLATED = 256 * 1024 * 1024
