@@ -44,7 +44,7 @@ class Fault(NamedTuple):
 # fmt: off
 FAULTS = [
     Fault("a short write counts as whole", "saving/extent_writer.py", "if completion.transferred == request.length:", "if True:"),  # noqa: E501
-    Fault("what direct I/O leaves is not written", "saving/extent_writer.py", "if request.length < block.length and", "if request.length > block.length and"),  # noqa: E501
+    Fault("what direct I/O leaves is not written", "saving/extent_writer.py", "if request.length < block.length:", "if request.length > block.length:"),  # noqa: E501
     Fault("a refused block is not written again", "saving/extent_writer.py", "        self._write_cached(request.view, request.offset)", "        pass"),  # noqa: E501
     Fault("the last block is not queued", "saving/extent_writer.py", "        self._dispatch()\n        self._drain()", "        self._drain()"),  # noqa: E501
     Fault("nothing waits for the writes", "saving/extent_writer.py", "while queue is not None and queue.is_busy:", "while False:"),  # noqa: E501
