@@ -182,8 +182,10 @@ class Replacement:
                     return fd
                 self._files.close(but=1)
         except OSError as error:
-            if error.errno not in _NOT_FOR_US or self.target.there is None:
+            if error.errno not in _NOT_FOR_US:
                 raise
+            if error.errno == errno.EACCES and self.target.there is None:
+                raise  # torch cannot make one either, and does not name the path
             text = f"no new file can be made beside it ({error.strerror})"
             raise CannotReplace(Reason(text, ANOTHER_OWNER)) from error
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))

@@ -128,6 +128,8 @@ def find_target(name: str | bytes, replace_link: bool = False) -> PathTarget:
         # Left to the kernel to resolve: the directories above may not be ours to read.
         path = os.path.join(directory, os.readlink(path))
         found = _status(path)
+    else:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
     if path != name:
         with contextlib.suppress(FileNotFoundError):
             os.stat(name)  # raises where the kernel does not follow

@@ -49,8 +49,8 @@ def first(folder: Path, rank: int) -> dict[str, Any]:
             torch.randn(3)  # other states of the generators: the plan stays in force
             made.save(step)
             made.wait()
-            kept: Any = traffic_of(None, 60).kept["save"]
-            plans.append(kept.plan)
+            kept: Any = traffic_of(None, 60).kept["zip"]
+            plans.append(kept.made)
             traffic_of(None, 60).agree()
     assert plans[0] is plans[1]
     each = {"loader": Loader(0, 0)}
