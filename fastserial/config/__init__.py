@@ -59,8 +59,8 @@ class Config:
         small_file: files up to this many bytes are written through the page cache, without an
             engine. torch itself loads files up to twice, and cached ones up to four times this
             size: that takes it no longer.
-        retry_seconds: how long a save to a path on a network file system or FUSE is repeated as a
-            whole while it fails with EIO, ESTALE or ETIMEDOUT; 0: never.
+        retry_seconds: how long, from its first error on, a save to a path on a network file system
+            or FUSE is repeated as a whole while it fails with EIO, ESTALE or ETIMEDOUT; 0: never.
         progress: show on standard error how far a long save or load is.
         on_report: called with the `SaveReport` after each save, in the saving thread.
         verify_on_load: check the CRC-32 of every record that `torch.load` reads (zip files).

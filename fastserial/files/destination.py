@@ -358,8 +358,8 @@ class Retries:
         """Take the arguments of `open_path`, and how long the save may be repeated."""
         self.reason: Reason | None = None
         self._open = functools.partial(open_path, path, durable, replace_link)
-        self._where = os.path.dirname(path) or os.curdir
-        self._deadline = perf_counter() + seconds
+        self._path, self._seconds = path, seconds
+        self._deadline: float | None = None  # from the first error on: a save may take long
         self._pause = _FIRST_PAUSE
 
     def open(self) -> Replacement | StockWay:
@@ -380,7 +380,10 @@ class Retries:
         Raises:
             WriteError: the error, which will not pass, or has lasted too long.
         """
-        passing = error.errno in _PASSING and linux.magic_of(self._where) not in linux.LOCAL
+        if self._deadline is None:
+            self._deadline = perf_counter() + self._seconds
+        where = os.path.dirname(os.path.realpath(self._path))  # links may lead elsewhere
+        passing = error.errno in _PASSING and linux.magic_of(where) not in linux.LOCAL
         if not passing or perf_counter() + self._pause > self._deadline:
             raise error
         _log.warning("%s; the save is repeated in %g s", error, self._pause)

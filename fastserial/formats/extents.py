@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from struct import Struct
 from typing import NamedTuple
 
@@ -135,6 +135,26 @@ class Extent(NamedTuple):
     length: int
     source: ExtentSource
     start: int = 0
+
+
+def renewed(extents: Iterable[Extent]) -> list[Extent]:
+    """Return extents to be written once more: nothing is kept of what they gave before."""
+    made: dict[int, ExtentSource] = {}
+
+    def source_of(source: ExtentSource) -> ExtentSource:
+        if isinstance(source, Packed):
+            return replace(source, made=None, used=0, lock=threading.Lock())
+        if isinstance(source, Trailer):
+            return Trailer(source.length, source.make)
+        return Made(source.length, source.make) if isinstance(source, Made) else source
+
+    found = []
+    for extent in extents:
+        key = id(extent.source)
+        if key not in made:
+            made[key] = source_of(extent.source)
+        found.append(extent._replace(source=made[key]))
+    return found
 
 
 def clip(extents: Iterable[Extent], first: int, stop: int) -> Iterator[Extent]:

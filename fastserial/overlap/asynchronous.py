@@ -255,7 +255,7 @@ class _AsyncWork:
     def __call__(self) -> SaveReport:
         writer, taken = self.writer, self.taken
         try:
-            writer.write_whole(self.plan, taken.verify)
+            writer.write_whole(self.plan, taken.verify, repeats=taken.is_copied)
         except BaseException as error:
             writer.abort()
             if isinstance(error, StorageChangedError):

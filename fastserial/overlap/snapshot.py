@@ -254,6 +254,11 @@ class Snapshot:
         self.storages = {one._cdata for one in later if isinstance(one, torch.UntypedStorage)}
         return memories
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether nothing is read where the program may change it."""
+        return not self._live
+
     def begin(self) -> None:
         """Start counting what is read: the layout, which read the first bytes, is complete."""
         for memory in self._live:

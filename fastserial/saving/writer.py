@@ -31,7 +31,7 @@ from fastserial.files.destination import (
     wait_until_free,
 )
 from fastserial.files.linux import reserve
-from fastserial.formats.extents import Extent, Literal
+from fastserial.formats.extents import Extent, Literal, renewed
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.zip.layout import ZipPlan
 from fastserial.interrupts import finish
@@ -257,11 +257,16 @@ class FastFileWriter:
         ledger = CrcLedger(plan.sizes, plan.crcs) if None in plan.crcs else None
         self.write_layout(plan.extents, plan.nbytes, ledger)
 
-    def write_whole(self, plan: ZipPlan, check: Callable[[], object] = bool) -> None:
+    def write_whole(
+        self, plan: ZipPlan, check: Callable[[], object] = bool, repeats: bool = True
+    ) -> None:
         """Write an archive as the whole file, and close; `check` comes before the commit.
 
         While a network file system fails, the archive is written again to a new file, for at most
         `retry_seconds`.
+
+        Args:
+            repeats: False: its memory may change once it was read, so it is written once.
 
         Raises:
             WriteError: the disk is full or failed.
@@ -274,10 +279,11 @@ class FastFileWriter:
                 self.close()
             except WriteError as error:
                 retries = self._destination.retries
-                if retries is None:
+                if retries is None or not repeats:
                     raise
                 retries.wait(error)
                 self._begin(required(retries.open(), self.name))
+                plan = plan._replace(extents=renewed(plan.extents))
             else:
                 return
 
