@@ -59,11 +59,13 @@ class _Contents(NamedTuple):
     """What a rank would write.
 
     Attributes:
-        tensors: key, name of the dtype, shape.
+        tensors: name of the dtype, shape and bytes of each key, of the whole tensors.
+        held: keys of which this rank has elements.
         shared: for a key, the first one with the same memory.
     """
 
-    tensors: list[tuple[str, str, tuple[int, ...]]]
+    tensors: dict[str, tuple[str, tuple[int, ...], int]]
+    held: set[str]
     shared: dict[str, str]
 
 
@@ -162,61 +164,76 @@ class _Folder:
         """Write all files; return their reports."""
         state = _tensors_of(obj)
         mine = _Contents(
-            [(key, _type_name(tensor), tuple(tensor.shape)) for key, tensor in state.items()],
+            {
+                key: (_type_name(one), tuple(one.shape), one.numel() * one.itemsize)
+                for key, one in state.items()
+            },
+            {key for key, one in state.items() if local_of(one, key).numel()},
             _shared(state),
         )
-        left_out: set[str] = self._traffic.decide(mine, self._begin)
-        state = {key: _own(tensor) for key, tensor in state.items() if key not in left_out}
-        sizes = {key: tensor.numel() * tensor.itemsize for key, tensor in state.items()}
-        files = split(sizes, self._most)
+        files: dict[str, list[str]] = self._traffic.decide(mine, self._begin)
         try:
             reports = [
                 self._save_file(name, {key: state[key] for key in keys})
                 for name, keys in files.items()
             ]
             if len(files) > 1:
-                self._traffic.decide(None, lambda _: self._complete(files, sum(sizes.values())))
+                nbytes = sum(mine.tensors[key][2] for keys in files.values() for key in keys)
+                self._traffic.decide(None, lambda _: self._complete(files, nbytes))
         except BaseException:
-            for path in self._made:  # without the index they are no checkpoint
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+            if len(files) > 1 and not os.path.exists(os.path.join(self._path, INDEX)):
+                for path in self._made:  # without the index they are no checkpoint
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
             raise
         return reports
 
-    def _begin(self, found: Sequence[_Contents]) -> set[str]:
-        """Compare what the ranks have, and make the folder; return the keys to leave out.
+    def _begin(self, found: Sequence[_Contents]) -> dict[str, list[str]]:
+        """Compare what the ranks have, and make the folder; return the keys of each file.
 
         Raises:
             ConfigError: the ranks differ.
             WriteError: the folder holds a checkpoint, or cannot be made.
         """
+        tensors = found[0].tensors
         for rank, one in enumerate(found):
-            if one.tensors != found[0].tensors:
-                keys = {row[0] for row in {*one.tensors} ^ {*found[0].tensors}}
+            if one.tensors != tensors:
+                keys = {row[0] for row in {*one.tensors.items()} ^ {*tensors.items()}}
                 raise ConfigError(
                     f"rank {rank} and rank 0 do not have the same tensors: {sorted(keys)[:5]}"
                 )
-        shared: set[str] = set().union(*(one.shared for one in found))
+        left_out = {
+            key
+            for some in found
+            for key, first in some.shared.items()
+            if all(key not in one.held or one.shared.get(key) == first for one in found)
+        }
+        files = split(
+            {key: row[2] for key, row in tensors.items() if key not in left_out}, self._most
+        )
+        refused = (
+            {INDEX, _ONE_FILE} if len(files) > 1 else {INDEX}
+        )  # which transformers reads first
         try:
             os.makedirs(self._path, exist_ok=True)
-            there = [name for name in os.listdir(self._path) if name.endswith(INDEX)]
+            there = refused.intersection(os.listdir(self._path))
             sync_folders([os.path.abspath(self._path)])
         except OSError as error:
             raise write_error(error.errno or errno.EIO, self._path, None) from error
         if there:
             text = (
-                f"it holds a checkpoint ({there[0]}), of which files cannot be replaced one by "
+                f"it holds a checkpoint ({min(there)}), of which files cannot be replaced one by "
                 "one. Save to a new folder, or remove that one first"
             )
             raise write_error(errno.EEXIST, self._path, text)
-        return shared
+        return files
 
     def _save_file(self, name: str, tensors: Mapping[str, torch.Tensor]) -> SaveReport:
         path = os.path.join(self._path, name)
         order = file_order({key: _type_name(tensor) for key, tensor in tensors.items()})
         task = _FileTask(self._traffic, path, self._writers, None, perf_counter())
         try:
-            report = task.run({key: tensors[key] for key in order})
+            report = task.run({key: _own(tensors[key]) for key in order})
         except BaseException:
             task.give_up()
             raise
@@ -255,6 +272,7 @@ def load_folder(
     """
     began = perf_counter()
     tasks: list[LoadTask] = []
+    reports: list[LoadReport] = []
     filled = False
     try:
         with collective(group, timeout) as traffic:
@@ -288,16 +306,16 @@ def load_folder(
                 tasks.append(LoadTask(traffic, file, config, broadcast, False, began))
                 held = {key: state[key] for key in keys if key in state}
                 refusals.append(tasks[-1].compare(held, cast))
-            results = []
             if not any(refusals):
                 filled = True
-                results = [task.fill() for task in tasks]
+                for task in tasks:
+                    reports.append(task.report(task.fill()))
+                    task.close()
                 if live is not None:
                     with traffic.together(theirs=True):
                         live.give_back()
-        if not results:
+        if not filled:
             raise LoadMismatchError(f"{folder}: " + "\n".join(filter(None, refusals)))
-        reports = [task.report(found) for task, found in zip(tasks, results, strict=True)]
     except DistributedError as error:
         if filled:
             error.cause = f"{error.cause}. {HALFWAY}"
