@@ -175,7 +175,9 @@ class _Folder:
                 for name, keys in files.items()
             ]
             if len(files) > 1:
-                self._traffic.decide(None, lambda _: self._complete(files, sum(sizes.values())))
+                counted = obj.parameters() if isinstance(obj, torch.nn.Module) else state.values()
+                totals = sum(sizes.values()), sum(one.numel() for one in counted)
+                self._traffic.decide(None, lambda _: self._complete(files, *totals))
         except BaseException:
             for path in self._made:  # without the index they are no checkpoint
                 with contextlib.suppress(OSError):
@@ -224,10 +226,9 @@ class _Folder:
             self._made.append(path)
         return report
 
-    def _complete(self, files: Mapping[str, Sequence[str]], nbytes: int) -> None:
-        replace_bytes(
-            os.path.join(self._path, INDEX), index_bytes(files, nbytes), current().durable
-        )
+    def _complete(self, files: Mapping[str, Sequence[str]], nbytes: int, parameters: int) -> None:
+        index = index_bytes(files, nbytes, parameters)
+        replace_bytes(os.path.join(self._path, INDEX), index, current().durable)
 
 
 # -- loads ---------------------------------------------------------------------------------------
