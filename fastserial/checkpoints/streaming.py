@@ -16,7 +16,7 @@ from fastserial.formats.legacy.layout import storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
 from fastserial.formats.source import read_to
 from fastserial.formats.zip.layout import archive_name
-from fastserial.memory.storages import HostMemory, Memory, batch_of, storage_memory
+from fastserial.memory.storages import HostMemory, Memory, batch_of, memmove, storage_memory
 from fastserial.patching.install import get_original, patched
 from fastserial.saving.archive import ZipArchive
 from fastserial.saving.writer import FastFileWriter
@@ -68,6 +68,26 @@ class FileMemory:
         """Read bytes [start, start + length) into host memory at `address`."""
         view = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
         read_to(view, self._fd, self._offset + start)
+
+
+class _ElementsInOrder:
+    """A tensor's elements in their order: a copy, made when it is first read, up to its end."""
+
+    __slots__ = ("_copy", "_tensor", "nbytes")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._copy: torch.Tensor | None = None
+        self.nbytes = tensor.numel() * tensor.itemsize
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Copy bytes [start, start + length) to host memory at `address`."""
+        made = self._copy
+        if made is None:
+            made = self._copy = self._tensor.resolve_conj().resolve_neg().contiguous()
+        memmove(address, made.data_ptr() + start, length)
+        if start + length == self.nbytes:
+            self._copy = None
 
 
 class _StreamArchive(ZipArchive):
@@ -175,11 +195,17 @@ def _advice(value: Mapping[Any, Any]) -> str:
 
 
 def refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise if tensors share memory.
+    """Raise if tensors share memory, or elements of one do.
 
     Raises:
         ConvertError: two do.
     """
+    for key, tensor in tensors.items():
+        if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+            raise ConvertError(
+                f"several elements of entry {key!r} are one in memory (expand), which safetensors "
+                "cannot hold; copy_shared=True (--copy-shared) writes each of them"
+            )
     pair = overlapping(tensors.items())
     if pair is not None:
         raise ConvertError(
@@ -189,15 +215,13 @@ def refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _elements_of(tensor: torch.Tensor, source: ConvertSource) -> Memory:
-    """Return a tensor's bytes in the order of its elements; in another order, a copy of them."""
+    """Return a tensor's bytes in the order of its elements."""
     if not tensor.numel():
         return HostMemory(0, 0, None)
     lazy = tensor.is_conj() or tensor.is_neg()
     nbytes = tensor.numel() * tensor.itemsize
     if lazy or not (tensor.is_contiguous() and is_dense(tensor)):
-        found = source.in_order(tensor)
-        tensor = tensor if found is not None else tensor.resolve_conj().resolve_neg().contiguous()
-    else:
-        start = int(tensor.storage_offset()) * tensor.itemsize
-        found = source.part_of(tensor.untyped_storage(), start, nbytes)
+        return source.in_order(tensor) or _ElementsInOrder(tensor)
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    found = source.part_of(tensor.untyped_storage(), start, nbytes)
     return HostMemory(tensor.data_ptr(), nbytes, tensor) if found is None else found

@@ -42,8 +42,8 @@ def convert(
             as `FastStorageWriter` writes it.
         key: convert the part of it under this key, such as `model`; nested keys and indices of
             lists joined by dots, as `inspect` shows them.
-        copy_shared: write tensors that share memory, which safetensors cannot represent, several
-            times.
+        copy_shared: write tensors that share memory several times, and expanded tensors whole;
+            safetensors can represent neither.
         shard_nbytes: write several safetensors files with an index to a new folder, none with more
             than so many bytes of tensors, if one tensor has not more.
         verify: check every CRC-32 of the source first (zip, folders).

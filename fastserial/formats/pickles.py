@@ -49,6 +49,22 @@ class Persistent(NamedTuple):
     pid: Any
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Elided:
+    """A string or an integer that is too long to keep.
+
+    Attributes:
+        nbytes: its length.
+        end: where it ends in the stream (bytes).
+    """
+
+    nbytes: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"<{self.nbytes} bytes up to byte {self.end}>"
+
+
 @dataclass(slots=True, eq=False)
 class Mapping:
     """A dictionary, whose keys need not be hashable."""
@@ -98,7 +114,7 @@ class Limits:
     Attributes:
         memory: bytes of its values (an upper estimate).
         seconds: time.
-        kept: strings longer than this many bytes are read as empty.
+        kept: strings and integers longer than this many bytes are left out (`Elided`).
         depth: how deep values may be nested, for a walk over them.
         visits: how many values a walk may visit, roughly.
     """
@@ -133,6 +149,7 @@ class _SymbolicUnpickler(pickle._Unpickler):
         self.budget = limits.memory
         self.globals: set[Global] = set()
         self.persistents: list[Persistent] = []
+        self._elided: Elided | None = None
         self._depths: dict[int, tuple[tuple[Any, ...], int]] = {}  # of tuples with tuples in them
 
     def load(self) -> Any:
@@ -166,12 +183,22 @@ class _SymbolicUnpickler(pickle._Unpickler):
             return self.stack[-1]
 
     def read(self, nbytes: int) -> bytes:
-        """Return the next bytes; nothing if they are more than are kept of a value."""
+        """Return the next bytes; nothing if they are more than are kept of a value.
+
+        Then `replace_elided` has to follow the opcode.
+        """
         if nbytes > self.limits.kept:
             self.stream.skip(nbytes)
+            self._elided = Elided(nbytes, self.stream.tell())
             return b""
         self.budget -= nbytes
         return self.stream.read(nbytes)
+
+    def replace_elided(self) -> None:
+        """Replace the value of the last opcode if its bytes were left out."""
+        if self._elided is not None:
+            self.stack[-1] = self._elided
+            self._elided = None
 
     def readline(self) -> bytes:
         """Return the bytes up to the next newline, which is included."""
@@ -190,13 +217,6 @@ class _SymbolicUnpickler(pickle._Unpickler):
         return found
 
     # -- opcodes that differ from Python's -----------------------------------------------------
-
-    def load_long4(self) -> None:
-        nbytes = int.from_bytes(self.read(4), "little")
-        if nbytes > self.limits.kept:
-            self.stream.skip(nbytes)
-            raise UnreadableCheckpointError(f"an integer of {nbytes} bytes: use torch.load")
-        self.append(int.from_bytes(self.read(nbytes), "little", signed=True))
 
     def load_frame(self) -> None:
         self.read(8)
@@ -278,6 +298,7 @@ _KNOWN = (
     b"qhrj\x94"  # memo
     b"c\x93R\x81\x92bQ"  # names, calls, state, persistent ids
 )
+_LONG = b"X\x8dTB\x8e\x96\x8b"  # text, bytes and integers of any length
 _SAME = {pickle.BYTEARRAY8: pickle.BINBYTES8, pickle.ADDITEMS: pickle.APPENDS}
 _CONTAINERS = b"(]}\x8f\x91t\x85\x86\x87R\x81\x92"
 _COSTS = [_PUSH_BYTES + _CONTAINER_BYTES * (code in _CONTAINERS) for code in range(256)]
@@ -292,7 +313,17 @@ def _table() -> list[_Handler]:
     for code in _KNOWN:
         handled = _SAME.get(bytes((code,)), (code,))[0]
         table[code] = getattr(_SymbolicUnpickler, pythons[handled].__name__)
+    for code in _LONG:
+        table[code] = _eliding(table[code])
     return table
+
+
+def _eliding(handler: _Handler) -> _Handler:
+    def handle(machine: _SymbolicUnpickler) -> None:
+        handler(machine)
+        machine.replace_elided()
+
+    return handle
 
 
 _TABLE = _table()

@@ -129,20 +129,28 @@ def file_order(tensors: Mapping[str, str]) -> list[str]:
 def split(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
     """Return the keys of each file of a model, as huggingface_hub divides them.
 
+    Tensors without bytes are in the file of the first of them.
+
     Args:
         sizes: bytes of each tensor.
         most: bytes of tensors in a file; a larger tensor has a file of its own.
     """
     parts: list[list[str]] = []
     current: list[str] = []
+    empty: list[str] | None = None  # the file of the first tensor without bytes
     free = most
     for key, nbytes in sizes.items():
+        if not nbytes and empty is not None:
+            empty.append(key)
+            continue
         if nbytes > most:
             parts.append([key])
             continue
         if nbytes > free:
             parts.append(current)
             current, free = [], most
+        if not nbytes:
+            empty = current
         current.append(key)
         free -= nbytes
     if current or not parts:
@@ -153,11 +161,18 @@ def split(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
     return dict(zip(names, parts, strict=True))
 
 
-def index_bytes(files: Mapping[str, Sequence[str]], nbytes: int) -> bytes:
-    """Return the index of a model of several files: the keys of each, and the bytes of all."""
+def index_bytes(files: Mapping[str, Sequence[str]], nbytes: int, parameters: int) -> bytes:
+    """Return the index of a model of several files, as transformers writes it.
+
+    Args:
+        files: the keys of the tensors in each.
+        nbytes: of all tensors.
+        parameters: the number of elements of the model's parameters.
+    """
     weights = {key: name for name, keys in files.items() for key in keys}
-    index = {"metadata": {"total_size": nbytes}, "weight_map": weights}
-    return json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+    totals = {"total_parameters": parameters, "total_size": nbytes}
+    index = {"metadata": totals, "weight_map": weights}
+    return json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def header_bytes(

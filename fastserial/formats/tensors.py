@@ -14,7 +14,16 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError
-from fastserial.formats.pickles import Call, Decoded, Global, Limits, Mapping, Persistent, decode
+from fastserial.formats.pickles import (
+    Call,
+    Decoded,
+    Elided,
+    Global,
+    Limits,
+    Mapping,
+    Persistent,
+    decode,
+)
 from fastserial.formats.source import Source
 from fastserial.formats.storages import (
     ITEM_BYTES,
@@ -209,7 +218,7 @@ def _join(key: str, name: Any) -> str:
 
 def _text(name: Any) -> str:
     """Return a simple value as text; others may take forever to write out."""
-    simple = type(name) in (str, float, bool, Global) or name is None
+    simple = type(name) in (str, float, bool, Global, Elided) or name is None
     return str(name) if simple or (type(name) is int and abs(name) < _LARGEST) else "?"
 
 

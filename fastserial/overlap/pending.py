@@ -93,11 +93,11 @@ class PendingSave(Future[SaveReport]):
         """Let other tasks of the event loop run until the save ends; raise and return as `wait`."""
         import asyncio  # slow to import; who awaits has imported it
 
-        try:
-            return (yield from asyncio.wrap_future(self))
-        finally:
-            if self.done():
-                _drop(_failed, self)
+        ended: Future[None] = Future()
+        ended.set_running_or_notify_cancel()  # cancelling the task does not cancel it
+        self.add_done_callback(lambda _: ended.set_result(None))
+        yield from asyncio.wrap_future(ended)
+        return self.result()  # here: a task that was cancelled has not seen the error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end of the save, and return the error that ended it, or None.

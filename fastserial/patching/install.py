@@ -54,9 +54,11 @@ class PatchStatus:
 
 
 _HOME = "torch.serialization"
+_KEY = "_fastserial_installation"  # in that module: for a second copy of this one, after a reload
 
 _lock = threading.RLock()
-_ready: Installation | None = None  # it may be in force or not
+_installation: Installation | None = getattr(sys.modules.get(_HOME), _KEY, None)
+_ready: Installation | None = None  # for `patched` while nothing is installed
 _reason: str | None = "install() has not been called"
 _warned: set[str] = set()
 
@@ -108,11 +110,11 @@ def switch_on(strict: bool = False) -> str | None:
     Raises:
         PatchError: `strict`, and the installed torch cannot be patched.
     """
-    global _ready, _reason
+    global _installation, _reason
     _import()
     with paused_collection(), _lock:  # what is made stays: no reason to collect
         # not in force: uninstalled by other means, e.g. importlib.reload
-        if _ready is None or not _ready.in_force:
+        if _installation is None or not _installation.in_force:
             try:
                 made = _checked()
             except PatchError as error:
@@ -121,8 +123,9 @@ def switch_on(strict: bool = False) -> str | None:
                     raise PatchError(f"{_reason}. {_REMEDY}") from None
                 return _reason
             # set before the swap: a fork in between then finds nothing half-applied
-            _ready, _reason = made, None
-            made.swaps[0].namespace.update({swap.name: swap.ours for swap in made.swaps})
+            _installation, _reason = made, None
+            ours = {swap.name: swap.ours for swap in made.swaps}
+            made.swaps[0].namespace.update({_KEY: made, **ours})
     hide_from_compiler()
     return None
 
@@ -136,14 +139,14 @@ def uninstall() -> bool:
     Forgets the options given to `install()`. A function that other code replaced after
     `install()` stays, with a warning; if it calls ours, that behaves as stock from now on.
     """
-    global _ready, _reason
+    global _installation, _reason
     from fastserial import config
 
     config.forget_installed()
     with _lock:
-        if _ready is None or _reason is not None:  # not installed: made for `patched` alone
+        if _installation is None:
             return False
-        found = _ready.swaps
+        found = _installation.swaps
         ours = {swap.name: swap.original for swap in found if swap.in_force}
         foreign = [
             swap for swap in found if not swap.in_force and swap.current is not swap.original
@@ -152,7 +155,8 @@ def uninstall() -> bool:
         for swap in found:
             # a wrapper or an alias that still refers to our function gets stock behaviour from it
             swap.ours.__code__ = swap.original.__code__
-        _ready, _reason = None, "uninstall() was called"
+        found[0].namespace.pop(_KEY, None)
+        _installation, _reason = None, "uninstall() was called"
         hooks = sys.modules.get("fastserial.patching.safetensors_hooks")
         if hooks is not None:
             hooks.switch_off()
@@ -174,7 +178,7 @@ def installed() -> bool:
 
     False also if other code has replaced them after `install()`.
     """
-    found = _ready
+    found = _installation
     return found is not None and found.in_force
 
 
@@ -188,7 +192,7 @@ def status() -> PatchStatus:
     # a torch halfway through its own import has no version yet
     version = str(getattr(sys.modules.get("torch"), "__version__", "")) or None
     with _lock:
-        found = _ready
+        found = _installation
         if found is None or not found.in_force:
             reason = _reason or "other code replaced all of our functions"
             return PatchStatus(False, version, reason=reason)
@@ -204,7 +208,7 @@ def get_original(name: str) -> Any:
         AttributeError: torch has no such name.
     """
     module = importlib.import_module(_HOME)
-    swap = _swap_of(name, _ready)
+    swap = _swap_of(name, _installation)
     return getattr(module, name) if swap is None else swap.original
 
 
@@ -216,13 +220,14 @@ def patched(name: str) -> Callable[..., Any] | None:
     global _ready
     _import()
     with _lock:
-        if _ready is None:
+        found = _installation or _ready
+        if found is None:
             try:
-                _ready = _checked()
+                found = _ready = _checked()
             except PatchError as error:
                 _log.info("%s", error)
                 return None
-        swap = _swap_of(name, _ready)
+        swap = _swap_of(name, found)
     return None if swap is None else swap.ours
 
 

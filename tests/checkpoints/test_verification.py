@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import warnings
 import zipfile
 from pathlib import Path
@@ -106,6 +107,16 @@ def test_truncation_is_found(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "x.pt"
     assert [n for n in range(0, len(data), 5) if check(path, data[:n]).ok] == []
     assert [n for n in range(len(data) - 80, len(data)) if check(path, data[:n]).ok] == []
+
+
+def test_a_version_and_a_date_are_no_sign_of_another_program(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    for at in [match.start() for match in re.finditer(b"PK\x01\x02", ZIP)]:
+        data = bytearray(ZIP)
+        for version, date in ((6, 14), (6, 12), (4, 14)):
+            data[at + version] ^= 1
+            data[at + date] ^= 0x41
+            assert check(path, data).status == "damaged", at
 
 
 def test_the_damaged_record_and_its_tensors_are_named(tmp_path: Path) -> None:

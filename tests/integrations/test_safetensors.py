@@ -19,6 +19,7 @@ from support.limits import file_size_limit
 
 import fastserial
 from fastserial import reports
+from fastserial.formats.safetensors import split
 
 if not hasattr(safetensors, "TensorSpec"):
     pytest.skip("safetensors is older than 0.8", allow_module_level=True)
@@ -168,6 +169,20 @@ def test_switched_on_by_the_environment(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, str(tmp_path / "a")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "safetensors"
+
+
+def test_tensors_are_divided_as_huggingface_divides_them() -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    sizes = [0, 30, 50, 0, 40, 200, 0, 10, 90, 0]
+    for start in range(len(sizes)):
+        turned = sizes[start:] + sizes[:start]
+        state = {f"t{n}": torch.zeros(size, dtype=torch.uint8) for n, size in enumerate(turned)}
+        theirs = hub.split_torch_state_dict_into_shards(
+            state, filename_pattern="model{suffix}.safetensors", max_shard_size=100
+        )
+        ours = split({key: tensor.numel() for key, tensor in state.items()}, 100)
+        found = {name: sorted(keys) for name, keys in theirs.filename_to_tensors.items()}
+        assert {name: sorted(keys) for name, keys in ours.items()} == found
 
 
 def test_a_model_of_many_ranks_loads_by_from_pretrained(tmp_path: Path) -> None:

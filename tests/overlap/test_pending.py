@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,29 @@ def test_an_awaited_save_raises_its_error(small_disk: Path, state: Any) -> None:
 
     with pytest.raises(fastserial.WriteError):
         asyncio.run(train())
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_cancelled_task_has_not_seen_the_error(small_disk: Path, state: Any, turns: int) -> None:
+    async def train() -> None:
+        saving = fastserial.save_async(state, small_disk / "state.pt")
+
+        async def wait() -> None:
+            await saving
+
+        task = asyncio.ensure_future(wait())
+        await asyncio.sleep(0)
+        while not saving.done():
+            time.sleep(0.01)  # the loop does not run: the error is not delivered
+        for _ in range(turns - 1):
+            await asyncio.sleep(0)  # it is on its way to the task
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(train())
+    with pytest.raises(fastserial.WriteError):
+        fastserial.wait_all()
 
 
 def test_wait_all_raises_each_error_once(small_disk: Path, state: Any) -> None:

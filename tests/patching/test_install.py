@@ -44,6 +44,8 @@ SCENES = {
     "other_code": (
         "replaced_before_install",
         "replaced_after_install",
+        "all_wrapped_after_install",
+        "a_second_copy_of_fastserial",
         "reloaded_after_install",
         "an_unknown_version_with_known_functions",
         "a_failed_self_check_stays_stock",

@@ -59,7 +59,7 @@ def verify_zip(archive: FilePart, report: VerifyReport) -> None:
     source, report.format = archive.source, "zip"
     try:
         directory = read_directory(source, headers=False)
-        torch_made = _is_torch_made(directory)
+        torch_made = _is_torch_made(source, directory)
         if not torch_made:
             directory = read_directory(source)
     except UnreadableCheckpointError as error:  # it may be whole: that cannot be decided
@@ -210,15 +210,28 @@ def _flags(record: RecordEntry) -> int:
     return UTF8 | structs.HAS_DESCRIPTOR if record.size else UTF8
 
 
-def _is_torch_made(directory: Directory) -> bool:
+def _is_torch_made(source: Source, directory: Directory) -> bool:
     """Return whether torch wrote the archive, and no other program changed it since.
 
-    Then most entries look like torch's. An entry with both a version and a date is no damaged one,
-    but another program's.
+    Then most entries look like torch's, and no other entry has the date of its local header: such a
+    date is no damage, but the work of another program.
     """
     others = [record for record in directory.records if not _is_plain(record)]
-    added = any(record.stamp[1] and record.stamp[3] for record in others)
-    return 2 * len(others) < len(directory.records) and not added
+    dated = any(_is_dated(source, record) for record in others)
+    return 2 * len(others) < len(directory.records) and not dated
+
+
+def _is_dated(source: Source, record: RecordEntry) -> bool:
+    """Return whether an entry has a date, which its local header confirms."""
+    when = record.stamp[2:4]
+    if not any(when):
+        return False
+    length = LOCAL.size + len(record.full_name)
+    try:
+        header = parse_local_header(source.read_at(record.header_offset, length), record.name)
+    except (CorruptCheckpointError, OSError):
+        return False
+    return header.name == record.full_name and header.when == when
 
 
 # -- the structure ---------------------------------------------------------------------------------

@@ -178,8 +178,13 @@ class _Folder:
                 for name, keys in files.items()
             ]
             if len(files) > 1:
-                nbytes = sum(mine.tensors[key][2] for keys in files.values() for key in keys)
-                self._traffic.decide(None, lambda _: self._complete(files, nbytes))
+                written = [key for keys in files.values() for key in keys]
+                counted = [state[key] for key in written]
+                if isinstance(obj, torch.nn.Module):
+                    counted = list(obj.parameters())
+                nbytes = sum(mine.tensors[key][2] for key in written)
+                totals = nbytes, sum(one.numel() for one in counted)
+                self._traffic.decide(None, lambda _: self._complete(files, *totals))
         except BaseException:
             if len(files) > 1 and not os.path.exists(os.path.join(self._path, INDEX)):
                 for path in self._made:  # without the index they are no checkpoint
@@ -241,10 +246,9 @@ class _Folder:
             self._made.append(path)
         return report
 
-    def _complete(self, files: Mapping[str, Sequence[str]], nbytes: int) -> None:
-        replace_bytes(
-            os.path.join(self._path, INDEX), index_bytes(files, nbytes), current().durable
-        )
+    def _complete(self, files: Mapping[str, Sequence[str]], nbytes: int, parameters: int) -> None:
+        index = index_bytes(files, nbytes, parameters)
+        replace_bytes(os.path.join(self._path, INDEX), index, current().durable)
 
 
 # -- loads ---------------------------------------------------------------------------------------
