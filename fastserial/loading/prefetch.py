@@ -158,7 +158,7 @@ class _RecordGroup:
 
 
 class Prefetch:
-    """Reads records from its creation to `close`, up to a limit ahead of what is taken.
+    """Reads records from `start` to `close`, up to a limit ahead of what is taken.
 
     Attributes:
         error: what ended the reading early: torch must read the rest.
@@ -172,7 +172,7 @@ class Prefetch:
         verify: bool,
         devices: Mapping[str, torch.device] | None = None,
     ) -> None:
-        """Start to read stored, not empty records.
+        """Plan to read stored, not empty records.
 
         Args:
             file: nothing else reads from it; closed by `close`.
@@ -180,9 +180,6 @@ class Prefetch:
             verify: check each record's CRC-32.
             devices: where records are to go, by name; the others stay on the host. With devices all
                 records are read together, and none of those is ever whole in host memory.
-
-        Raises:
-            RuntimeError: a device failed.
         """
         self.error: BaseException | None = None
         self.wait_seconds = 0.0
@@ -203,6 +200,9 @@ class Prefetch:
         self._pump.expect(0, file.size, nbytes)
         file.bar.expect(nbytes)
         self._blocks = self._pump.ordered(self._planned())
+
+    def start(self) -> None:
+        """Start to read. What it raises comes from a signal handler."""
         self._advance(0)
 
     def take(self, name: str, nbytes: int) -> torch.UntypedStorage | None:

@@ -43,6 +43,7 @@ def opened(path: Path, verify: bool = False, **options: Any) -> Iterator[tuple[P
     with FastFileReader(path, Config(small_file=0, **options)) as file:
         records = storage_records(read_places(DescriptorSource(file.fd)))
         ahead = Prefetch(file, records, verify)
+        ahead.start()
         try:
             yield ahead, {record.name: record for record in records}
         finally:
@@ -138,6 +139,7 @@ def test_the_file_shrinks(path: Path) -> None:
         records = storage_records(read_places(DescriptorSource(file.fd)))
         os.truncate(path, 100_000)
         ahead = Prefetch(file, records, False)
+        ahead.start()
         with pytest.raises(CorruptCheckpointError, match="shorter"):
             for record in records:
                 ahead.take(record.name, record.size)
@@ -177,6 +179,35 @@ def test_an_engine_that_fails_leaves_the_rest_to_torch(
         found = torch.load(path)
     assert digest(found) == want
     assert len(calls) > good
+
+
+def _raising(error: BaseException) -> Any:
+    def raise_it(*args: object, **keywords: object) -> Any:
+        raise error
+
+    return raise_it
+
+
+@pytest.mark.parametrize("error", [TimeoutError("alarm"), KeyError("alarm")])
+@pytest.mark.parametrize("where", ["allocation", "submit", "wait", "transfer", "pages"])
+def test_what_a_signal_handler_raises_is_raised(
+    path: Path, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it interrupts this thread: torch does not take over the load."""
+    from fastserial.engines import threads
+    from fastserial.memory.huge_pages import HugePages
+
+    if where == "allocation":
+        monkeypatch.setattr(prefetch_module, "new_storage", _raising(error))
+    elif where == "pages":
+        monkeypatch.setattr(HugePages, "advise_all", _raising(error))
+    elif where == "transfer":
+        monkeypatch.setattr(threads, "transfer", _raising(error))
+        monkeypatch.setattr(threads.ThreadsEngine, "_start", lambda self, op: None)
+    else:
+        monkeypatch.setattr(threads.ThreadsEngine, where, _raising(error))
+    with fast(small_file=0), pytest.raises(type(error), match="alarm"):
+        torch.load(path)
 
 
 def test_order_of_torch_2_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
