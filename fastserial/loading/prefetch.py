@@ -285,11 +285,12 @@ class Prefetch:
                 continue
             self._unread.remove(group)
             try:
-                reads = self._allocated(group)
-            except RuntimeError as error:  # no memory: if it is needed, torch will say so
-                self.error = error
+                blocks = list(plan_blocks(self._allocated(group), self._pump))
+            except (RuntimeError, MemoryError) as error:  # if it is needed, torch will say so
+                group.records.clear()
+                self.error = error.with_traceback(None)  # which would keep memory
                 return
-            blocks = list(plan_blocks(reads, self._pump))
+            self._held += group.nbytes
             group.left = len(blocks)
             kept = [one for one in group.records.values() if isinstance(one, _HostRecord)]
             memory = [record.memory for record in kept]
@@ -302,7 +303,7 @@ class Prefetch:
         """Allocate the memory of a group, and return what to read.
 
         Raises:
-            RuntimeError: there is no memory, or a device failed.
+            RuntimeError, MemoryError: there is no memory, or a device failed.
         """
         for entry in group.entries:
             device = self._devices.get(entry.name)
@@ -311,7 +312,6 @@ class Prefetch:
                 if device is None
                 else _DeviceRecord(entry, device)
             )
-        self._held += group.nbytes
         records = group.records.values()
         if self._devices:
             self._file.attend([record.storage for record in records])

@@ -254,7 +254,12 @@ class Pump:
             CorruptCheckpointError: the file is shorter than it was.
         """
         self.flush()
-        for completion in self._engine.wait(minimum):
+        try:
+            completions = self._engine.wait(minimum)
+        except (OSError, EngineError) as error:
+            self._note(error)
+            raise
+        for completion in completions:
             self._in_flight -= 1
             self._complete(completion)
 

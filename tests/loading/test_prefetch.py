@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import os
 import random
@@ -19,7 +20,7 @@ from support.identity import digest, fast, stock
 from support.loading import last_report
 
 from fastserial.config import Config
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, EngineError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places, storage_records
 from fastserial.loading import prefetch as prefetch_module
@@ -208,6 +209,39 @@ def test_what_a_signal_handler_raises_is_raised(
         monkeypatch.setattr(threads.ThreadsEngine, where, _raising(error))
     with fast(small_file=0), pytest.raises(type(error), match="alarm"):
         torch.load(path)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("plan_blocks", MemoryError("planted")),
+        ("new_storage", RuntimeError("planted")),
+        ("wait", OSError(errno.ENOMEM, "planted")),
+        ("wait", EngineError("planted")),
+    ],
+)
+def test_torch_reads_what_is_left(
+    path: Path, where: str, error: Exception, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastserial.engines.threads import ThreadsEngine
+
+    with stock():
+        want = digest(torch.load(path))
+    monkeypatch.setattr(prefetch_module, "READ_TOGETHER", MIB)
+    owner: Any = ThreadsEngine if where == "wait" else prefetch_module
+    real, calls = getattr(owner, where), []
+
+    def failing(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == nth:
+            raise error
+        return real(*args)
+
+    with fast(small_file=0, block_size=65536):
+        monkeypatch.setattr(owner, where, failing)
+        assert digest(torch.load(path)) == want
+    assert len(calls) < nth or "planted" in str(last_report().fallback)
 
 
 def test_order_of_torch_2_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
