@@ -238,6 +238,9 @@ class Prefetch:
             self._wanted = group
             while group.left != 0 and self._advance(1):
                 pass
+            if group.left is None:  # lanes passed on that no block was known, before one was wanted
+                while group.left != 0 and self._advance(1):
+                    pass
             self._wanted = None
             ended = perf_counter()
             self.wait_seconds += ended - began

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import itertools
 import os
 import random
 import weakref
@@ -242,6 +243,16 @@ def test_torch_reads_what_is_left(
         monkeypatch.setattr(owner, where, failing)
         assert digest(torch.load(path)) == want
     assert len(calls) < nth or "planted" in str(last_report().fallback)
+
+
+def test_a_record_is_planned_after_an_earlier_pause(path: Path) -> None:
+    """Lanes pass a None on behind other blocks, when a record may be waited for already."""
+    with FastFileReader(path, Config(small_file=0, direct=False)) as file:
+        records = storage_records(read_places(DescriptorSource(file.fd)))
+        ahead = Prefetch(file, records, False)
+        ahead._blocks = itertools.chain([None], ahead._blocks)
+        assert ahead.take(records[0].name, records[0].size) is not None
+        ahead.close()
 
 
 def test_order_of_torch_2_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
