@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -24,7 +25,7 @@ import torch
 from fastserial import trace
 from fastserial.checksums import CrcLedger, check_crc
 from fastserial.config.performance import IN_PLACE, LOOK_AHEAD, NEAR_EXTENTS, READ_TOGETHER
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, EngineError
 from fastserial.formats.zip.directory import RecordEntry
 from fastserial.formats.zip.structs import LOCAL, LOCAL_LENGTHS, LOCAL_SIGNATURE
 from fastserial.loading.planner import plan_blocks
@@ -184,6 +185,7 @@ class Prefetch:
         self.error: BaseException | None = None
         self.wait_seconds = 0.0
         self._file = file
+        self._pid = os.getpid()
         self._pump = file.blocks
         self._devices = devices or {}
         policy = self._pump.policy
@@ -256,6 +258,9 @@ class Prefetch:
     def _advance(self, minimum: int) -> bool:
         """Reap at least `minimum` blocks, and submit others; False: none is in flight."""
         pump = self._pump
+        if os.getpid() != self._pid:  # the reads are the parent's
+            self.error = self.error or EngineError("the process was forked during the load")
+            return False
         try:
             if pump.in_flight:
                 pump.reap(minimum)

@@ -21,6 +21,7 @@ from support.identity import digest, fast, stock
 from support.loading import last_report
 
 from fastserial.config import Config
+from fastserial.engines import survey
 from fastserial.errors import CorruptCheckpointError, EngineError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places, storage_records
@@ -253,6 +254,27 @@ def test_a_record_is_planned_after_an_earlier_pause(path: Path) -> None:
         ahead._blocks = itertools.chain([None], ahead._blocks)
         assert ahead.take(records[0].name, records[0].size) is not None
         ahead.close()
+
+
+@pytest.mark.parametrize("engine", ["threads", "io_uring"])
+def test_a_forked_child_leaves_the_reads_to_its_parent(
+    path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if engine not in [one.name for one in survey() if one.missing is None]:
+        pytest.skip("no such engine here")
+    monkeypatch.setattr(prefetch_module, "LOOK_AHEAD", MIB)
+    monkeypatch.setattr(prefetch_module, "READ_TOGETHER", MIB)
+    data = path.read_bytes()
+    with opened(path, engine=engine, direct=False, block_size=65536) as (ahead, records):
+        child = os.fork()
+        if not child:
+            last = list(records.values())[-2]
+            os._exit(ahead.take(last.name, last.size) is not None)
+        assert os.waitpid(child, 0)[1] == 0
+        for record in records.values():
+            storage = ahead.take(record.name, record.size)
+            assert storage is not None
+            assert content(storage) == data[record.data_offset : record.data_end]
 
 
 def test_order_of_torch_2_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
