@@ -27,6 +27,8 @@ from collections.abc import Callable
 from functools import partial
 from itertools import repeat
 
+from fastserial.errors import FastserialError
+
 OWN = os.O_ASYNC  # means nothing where a regular file is opened: our own descriptors have it
 _BOTTOM = -1  # of a list of descriptors
 _TRIES = 100  # a step that fails so often will not end
@@ -54,6 +56,16 @@ def finish(*steps: Callable[[], object]) -> None:
             raise first
     finally:
         first = None  # or it would keep this frame, and this frame it
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """Return whether an `OSError` is a signal handler's: neither ours nor a system call's.
+
+    System calls set `errno`; `raise TimeoutError` does not.
+    """
+    if not isinstance(error, OSError) or isinstance(error, FastserialError):
+        return False
+    return error.errno is None
 
 
 class Descriptors:

@@ -65,7 +65,8 @@ class Request:
         tag: for the submitter; engines do not use it.
         times: seconds on `time.perf_counter`: queued, started, done (engines fill them in).
         finish: called with the bytes moved once they are, before the completion is reported, on
-            any thread. An error in it ends the request.
+            any thread. An `OSError` or `FastserialError` in it ends the request; `submit` and
+            `wait` may raise other errors, which may be a signal handler's.
         pieces: memory that a read fills, one piece after the other, instead of the buffer; only
             for engines with `any_memory`.
         move: moves the bytes, instead of the engine, and returns how many; called with the

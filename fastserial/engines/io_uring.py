@@ -38,6 +38,7 @@ from typing import ClassVar
 
 from fastserial.engines import Capabilities, Completion, Engine, Op, Request
 from fastserial.engines.threads import complete, transfer
+from fastserial.interrupts import raised_by_handler
 from fastserial.memory.buffers import Buffer
 
 # linux/io_uring.h; the calls have the same numbers on x86-64 and arm64.
@@ -229,6 +230,8 @@ class IoUringEngine(Engine):
             try:
                 taken = ring is not None and self._give(ring, request)
             except OSError as error:
+                if raised_by_handler(error):
+                    raise
                 self._done.append(Completion(request, 0, error))
             else:
                 if not taken:

@@ -15,9 +15,9 @@ from typing import ClassVar
 from fastserial import trace
 from fastserial.config.performance import FEW_CORES
 from fastserial.engines import Capabilities, Completion, Engine, Op, Request
-from fastserial.errors import EngineError
+from fastserial.errors import EngineError, FastserialError
 from fastserial.files.linux import preadv
-from fastserial.interrupts import Background, finish
+from fastserial.interrupts import Background, finish, raised_by_handler
 from fastserial.memory.buffers import Buffer
 
 
@@ -47,6 +47,9 @@ def complete(request: Request, move: Callable[[Request], int]) -> Completion:
     Args:
         request: the request.
         move: moves the bytes and returns how many; `Request.move` has precedence.
+
+    Raises:
+        BaseException: on the submitting thread also one that a signal handler raised.
     """
     failed = request.prepared()
     if failed is not None:
@@ -59,7 +62,9 @@ def complete(request: Request, move: Callable[[Request], int]) -> Completion:
         if request.finish is not None:
             request.finish(request, moved)
         return Completion(request, moved)
-    except Exception as error:
+    except (OSError, FastserialError) as error:
+        if raised_by_handler(error):
+            raise
         return Completion(request, 0, error)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -24,7 +25,7 @@ import torch
 from fastserial import trace
 from fastserial.checksums import CrcLedger, check_crc
 from fastserial.config.performance import IN_PLACE, LOOK_AHEAD, NEAR_EXTENTS, READ_TOGETHER
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, EngineError
 from fastserial.formats.zip.directory import RecordEntry
 from fastserial.formats.zip.structs import LOCAL, LOCAL_LENGTHS, LOCAL_SIGNATURE
 from fastserial.loading.planner import plan_blocks
@@ -158,7 +159,7 @@ class _RecordGroup:
 
 
 class Prefetch:
-    """Reads records from its creation to `close`, up to a limit ahead of what is taken.
+    """Reads records from `start` to `close`, up to a limit ahead of what is taken.
 
     Attributes:
         error: what ended the reading early: torch must read the rest.
@@ -172,7 +173,7 @@ class Prefetch:
         verify: bool,
         devices: Mapping[str, torch.device] | None = None,
     ) -> None:
-        """Start to read stored, not empty records.
+        """Plan to read stored, not empty records.
 
         Args:
             file: nothing else reads from it; closed by `close`.
@@ -180,13 +181,11 @@ class Prefetch:
             verify: check each record's CRC-32.
             devices: where records are to go, by name; the others stay on the host. With devices all
                 records are read together, and none of those is ever whole in host memory.
-
-        Raises:
-            RuntimeError: a device failed.
         """
         self.error: BaseException | None = None
         self.wait_seconds = 0.0
         self._file = file
+        self._pid = os.getpid()
         self._pump = file.blocks
         self._devices = devices or {}
         policy = self._pump.policy
@@ -203,6 +202,9 @@ class Prefetch:
         self._pump.expect(0, file.size, nbytes)
         file.bar.expect(nbytes)
         self._blocks = self._pump.ordered(self._planned())
+
+    def start(self) -> None:
+        """Start to read. What it raises comes from a signal handler."""
         self._advance(0)
 
     def take(self, name: str, nbytes: int) -> torch.UntypedStorage | None:
@@ -238,6 +240,9 @@ class Prefetch:
             self._wanted = group
             while group.left != 0 and self._advance(1):
                 pass
+            if group.left is None:  # lanes passed on that no block was known, before one was wanted
+                while group.left != 0 and self._advance(1):
+                    pass
             self._wanted = None
             ended = perf_counter()
             self.wait_seconds += ended - began
@@ -253,6 +258,9 @@ class Prefetch:
     def _advance(self, minimum: int) -> bool:
         """Reap at least `minimum` blocks, and submit others; False: none is in flight."""
         pump = self._pump
+        if os.getpid() != self._pid:  # the reads are the parent's
+            self.error = self.error or EngineError("the process was forked during the load")
+            return False
         try:
             if pump.in_flight:
                 pump.reap(minimum)
@@ -285,11 +293,12 @@ class Prefetch:
                 continue
             self._unread.remove(group)
             try:
-                reads = self._allocated(group)
-            except RuntimeError as error:  # no memory: if it is needed, torch will say so
-                self.error = error
+                blocks = list(plan_blocks(self._allocated(group), self._pump))
+            except (RuntimeError, MemoryError) as error:  # if it is needed, torch will say so
+                group.records.clear()
+                self.error = error.with_traceback(None)  # which would keep memory
                 return
-            blocks = list(plan_blocks(reads, self._pump))
+            self._held += group.nbytes
             group.left = len(blocks)
             kept = [one for one in group.records.values() if isinstance(one, _HostRecord)]
             memory = [record.memory for record in kept]
@@ -302,7 +311,7 @@ class Prefetch:
         """Allocate the memory of a group, and return what to read.
 
         Raises:
-            RuntimeError: there is no memory, or a device failed.
+            RuntimeError, MemoryError: there is no memory, or a device failed.
         """
         for entry in group.entries:
             device = self._devices.get(entry.name)
@@ -311,7 +320,6 @@ class Prefetch:
                 if device is None
                 else _DeviceRecord(entry, device)
             )
-        self._held += group.nbytes
         records = group.records.values()
         if self._devices:
             self._file.attend([record.storage for record in records])

@@ -18,7 +18,7 @@ from fastserial.config.performance import DIRECT_BLOCKS, SCATTERED_BLOCK
 from fastserial.engines import Completion, Engine, Op, Request, create, start
 from fastserial.errors import CorruptCheckpointError, EngineError
 from fastserial.files.linux import preadv
-from fastserial.interrupts import finish
+from fastserial.interrupts import finish, raised_by_handler
 from fastserial.loading.policy import ReadPolicy, in_turns
 from fastserial.memory.buffers import Buffer, BufferPool
 from fastserial.reports import Transfer
@@ -243,7 +243,7 @@ class Pump:
             try:
                 self._engine.submit(batch)
             except (OSError, EngineError) as error:
-                self.error = error
+                self._note(error)
                 raise
 
     def reap(self, minimum: int = 1) -> None:
@@ -254,7 +254,12 @@ class Pump:
             CorruptCheckpointError: the file is shorter than it was.
         """
         self.flush()
-        for completion in self._engine.wait(minimum):
+        try:
+            completions = self._engine.wait(minimum)
+        except (OSError, EngineError) as error:
+            self._note(error)
+            raise
+        for completion in completions:
             self._in_flight -= 1
             self._complete(completion)
 
@@ -336,17 +341,23 @@ class Pump:
 
     def _recover(self, request: Request, error: BaseException, direct: bool) -> None:
         """Read a block through the page cache after the file system refused direct I/O."""
+        # `done` is set: it was not the read that failed, but the delivery
+        refused = isinstance(error, OSError) and error.errno == errno.EINVAL
+        if not (direct and refused) or request.times[2]:
+            if isinstance(error, Exception):
+                self.error = error
+            raise error
+        self.policy.refuse_direct()
         try:
-            # `done` is set: it was not the read that failed, but the delivery
-            if not direct or not isinstance(error, OSError) or request.times[2]:
-                raise error
-            if error.errno != errno.EINVAL:
-                raise error
-            self.policy.refuse_direct()
             self._finish(request, 0)
-        except Exception as final:
-            self.error = final
+        except (OSError, CorruptCheckpointError) as final:
+            self._note(final)
             raise
+
+    def _note(self, error: Exception) -> None:
+        """Record what ended the reading, unless a signal handler raised it on this thread."""
+        if not raised_by_handler(error):
+            self.error = error
 
     def _count(self, request: Request, direct: bool) -> None:
         counts, length = self.counts, request.tag.length

@@ -28,6 +28,7 @@ from torch import _weights_only_unpickler as torchs
 
 from fastserial.config import current
 from fastserial.formats.plain_pickle import PlainPickle, plain_pickle
+from fastserial.interrupts import raised_by_handler
 
 _rebuild: Any = torch._utils
 _CONSTANTS = (torch.serialization.StorageType, torch.dtype)
@@ -164,7 +165,7 @@ class WeightsOnlyUnpickler(torchs.Unpickler):
                 if all(call() is None for call in loaned):
                     return value
             except Exception as error:
-                if error is plain.failure:
+                if error is plain.failure or raised_by_handler(error):
                     raise
         return cast("Any", super()).load()
 

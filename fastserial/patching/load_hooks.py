@@ -25,6 +25,7 @@ from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import Directory, RecordEntry
 from fastserial.formats.zip.records import PICKLE, all_checksums, read_places, storage_records
 from fastserial.formats.zip.structs import MOST_INFLATED
+from fastserial.interrupts import raised_by_handler
 from fastserial.loading.legacy_storages import read_storages
 from fastserial.loading.policy import is_small
 from fastserial.loading.prefetch import Prefetch
@@ -61,17 +62,23 @@ def zip_reader(stock: Any, map_location: Any, overall_storage: Any) -> Any:
     if load is None or isinstance(stock, FastZipReader):
         return stock
     load.used = True
+    reader = stock
     try:
         load.fallback = _torchs_own(map_location, overall_storage)
         if load.fallback is None:
-            return _fast_reader(load, stock, map_location)
+            reader = _fast_reader(load, stock, map_location)
     except CorruptCheckpointError as error:
         error.path = error.path or (load.source.name if load.source is not None else None)
         raise
     except Exception as error:  # a load that torch can do must not fail here
+        if raised_by_handler(error):
+            raise
         load.fallback = str(error)
-    _log.debug("torch reads %r itself: %s", load.file, load.fallback)
-    return stock
+    if reader is not stock and load.prefetch is not None:
+        load.prefetch.start()  # outside of `try`: what it raises is a signal handler's
+    elif reader is stock:
+        _log.debug("torch reads %r itself: %s", load.file, load.fallback)
+    return reader
 
 
 def _torchs_own(map_location: Any, overall_storage: Any) -> Reason | None:
@@ -161,7 +168,7 @@ def _read_ahead(
     records: Sequence[RecordEntry],
     devices: dict[str, torch.device] | None,
 ) -> None:
-    """Start reading the records; where that is impossible, torch's reader reads all of them."""
+    """Plan to read the records; where that is impossible, torch's reader reads all of them."""
     if sys.is_finalizing():  # torch aborts if our memory is freed while the program ends
         load.fallback = "the interpreter is shutting down"
         return

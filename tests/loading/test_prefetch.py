@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
+import itertools
 import os
 import random
 import weakref
@@ -19,7 +21,8 @@ from support.identity import digest, fast, stock
 from support.loading import last_report
 
 from fastserial.config import Config
-from fastserial.errors import CorruptCheckpointError
+from fastserial.engines import survey
+from fastserial.errors import CorruptCheckpointError, EngineError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places, storage_records
 from fastserial.loading import prefetch as prefetch_module
@@ -43,6 +46,7 @@ def opened(path: Path, verify: bool = False, **options: Any) -> Iterator[tuple[P
     with FastFileReader(path, Config(small_file=0, **options)) as file:
         records = storage_records(read_places(DescriptorSource(file.fd)))
         ahead = Prefetch(file, records, verify)
+        ahead.start()
         try:
             yield ahead, {record.name: record for record in records}
         finally:
@@ -138,6 +142,7 @@ def test_the_file_shrinks(path: Path) -> None:
         records = storage_records(read_places(DescriptorSource(file.fd)))
         os.truncate(path, 100_000)
         ahead = Prefetch(file, records, False)
+        ahead.start()
         with pytest.raises(CorruptCheckpointError, match="shorter"):
             for record in records:
                 ahead.take(record.name, record.size)
@@ -177,6 +182,99 @@ def test_an_engine_that_fails_leaves_the_rest_to_torch(
         found = torch.load(path)
     assert digest(found) == want
     assert len(calls) > good
+
+
+def _raising(error: BaseException) -> Any:
+    def raise_it(*args: object, **keywords: object) -> Any:
+        raise error
+
+    return raise_it
+
+
+@pytest.mark.parametrize("error", [TimeoutError("alarm"), KeyError("alarm")])
+@pytest.mark.parametrize("where", ["allocation", "submit", "wait", "transfer", "pages"])
+def test_what_a_signal_handler_raises_is_raised(
+    path: Path, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it interrupts this thread: torch does not take over the load."""
+    from fastserial.engines import threads
+    from fastserial.memory.huge_pages import HugePages
+
+    if where == "allocation":
+        monkeypatch.setattr(prefetch_module, "new_storage", _raising(error))
+    elif where == "pages":
+        monkeypatch.setattr(HugePages, "advise_all", _raising(error))
+    elif where == "transfer":
+        monkeypatch.setattr(threads, "transfer", _raising(error))
+        monkeypatch.setattr(threads.ThreadsEngine, "_start", lambda self, op: None)
+    else:
+        monkeypatch.setattr(threads.ThreadsEngine, where, _raising(error))
+    with fast(small_file=0), pytest.raises(type(error), match="alarm"):
+        torch.load(path)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("plan_blocks", MemoryError("planted")),
+        ("new_storage", RuntimeError("planted")),
+        ("wait", OSError(errno.ENOMEM, "planted")),
+        ("wait", EngineError("planted")),
+    ],
+)
+def test_torch_reads_what_is_left(
+    path: Path, where: str, error: Exception, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastserial.engines.threads import ThreadsEngine
+
+    with stock():
+        want = digest(torch.load(path))
+    monkeypatch.setattr(prefetch_module, "READ_TOGETHER", MIB)
+    owner: Any = ThreadsEngine if where == "wait" else prefetch_module
+    real, calls = getattr(owner, where), []
+
+    def failing(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == nth:
+            raise error
+        return real(*args)
+
+    with fast(small_file=0, block_size=65536):
+        monkeypatch.setattr(owner, where, failing)
+        assert digest(torch.load(path)) == want
+    assert len(calls) < nth or "planted" in str(last_report().fallback)
+
+
+def test_a_record_is_planned_after_an_earlier_pause(path: Path) -> None:
+    """Lanes pass a None on behind other blocks, when a record may be waited for already."""
+    with FastFileReader(path, Config(small_file=0, direct=False)) as file:
+        records = storage_records(read_places(DescriptorSource(file.fd)))
+        ahead = Prefetch(file, records, False)
+        ahead._blocks = itertools.chain([None], ahead._blocks)
+        assert ahead.take(records[0].name, records[0].size) is not None
+        ahead.close()
+
+
+@pytest.mark.parametrize("engine", ["threads", "io_uring"])
+def test_a_forked_child_leaves_the_reads_to_its_parent(
+    path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if engine not in [one.name for one in survey() if one.missing is None]:
+        pytest.skip("no such engine here")
+    monkeypatch.setattr(prefetch_module, "LOOK_AHEAD", MIB)
+    monkeypatch.setattr(prefetch_module, "READ_TOGETHER", MIB)
+    data = path.read_bytes()
+    with opened(path, engine=engine, direct=False, block_size=65536) as (ahead, records):
+        child = os.fork()
+        if not child:
+            last = list(records.values())[-2]
+            os._exit(ahead.take(last.name, last.size) is not None)
+        assert os.waitpid(child, 0)[1] == 0
+        for record in records.values():
+            storage = ahead.take(record.name, record.size)
+            assert storage is not None
+            assert content(storage) == data[record.data_offset : record.data_end]
 
 
 def test_order_of_torch_2_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

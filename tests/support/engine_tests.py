@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fastserial.engines import Capabilities, Engine, Op, Request
+from fastserial.errors import CorruptCheckpointError
 from fastserial.memory.buffers import BufferPool
 from support.transfers import (
     BLOCK,
@@ -110,10 +111,15 @@ class EngineTests:
         prepared: list[Request] = []
         for request in requests[:2]:
             request.move = lambda same: prepared.append(same) or BLOCK  # type: ignore[func-returns-value]
-        requests[2].move = lambda same: 1 // 0
+        planted = OSError(errno.EIO, "planted")
+
+        def fail(request: Request) -> int:
+            raise planted
+
+        requests[2].move = fail
         finished = {c.request.offset: c for c in drive(engine, pool, requests)}
         assert [finished[at].transferred for at in (0, BLOCK)] == [BLOCK, BLOCK]
-        assert isinstance(finished[2 * BLOCK].error, ZeroDivisionError)
+        assert finished[2 * BLOCK].error is planted
         assert all(a is b for a, b in zip(requests, prepared, strict=False))
         assert len(prepared) == 2
         assert opener.content("file") == b""
@@ -229,7 +235,7 @@ class EngineTests:
         opener.create("file", data)
         fd = opener("file", os.O_RDONLY)
         seen: dict[int, tuple[int, bytes]] = {}
-        planted = ValueError("planted")
+        planted = CorruptCheckpointError("planted")
 
         def finish(request: Request, moved: int) -> None:
             if request.offset == 2 * BLOCK:
