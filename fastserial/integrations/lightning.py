@@ -257,7 +257,9 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             if error is not None and first is not None:
                 _log.error("a checkpoint was not saved: %s", error)
             first = first or error
-        for local, save in list(self._replaced.items()):
+        with self._removing:  # the saving thread may be removing one now
+            left = list(self._replaced.items())
+        for local, save in left:
             self._remove_old(local, save)
         if first is not None:
             raise first
