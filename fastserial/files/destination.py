@@ -58,7 +58,7 @@ _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno
 _log = logging.getLogger("fastserial")
 _FIRST_PAUSE = 0.5  # seconds before a save is repeated; doubled each time
 # A network or its server failed. A server that restarts does not know the file handles it gave.
-_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+_TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 _CHANGED = "during the save it got an owner or attributes that a new file cannot have; save again"
 _UNREADABLE = Reason(
     "the directory is not readable, so it cannot be synced", "let this user read the directory"
@@ -383,8 +383,8 @@ class Retries:
         if self._deadline is None:
             self._deadline = perf_counter() + self._seconds
         where = os.path.dirname(os.path.realpath(self._path))  # links may lead elsewhere
-        passing = error.errno in _PASSING and linux.magic_of(where) not in linux.LOCAL
-        if not passing or perf_counter() + self._pause > self._deadline:
+        transient = error.errno in _TRANSIENT and linux.magic_of(where) not in linux.LOCAL
+        if not transient or perf_counter() + self._pause > self._deadline:
             raise error
         _log.warning("%s; the save is repeated in %g s", error, self._pause)
         sleep(self._pause)

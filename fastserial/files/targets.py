@@ -24,14 +24,10 @@ from fastserial.reasons import A_FILE, ANOTHER_OWNER, RENAMES, Reason
 
 _MAX_LINKS = 40  # as the kernel's own limit
 _MOST_WITHOUT_PROC = 1024  # descriptors
-# Types (statfs) that need no trial: ext2 to ext4, XFS, btrfs, tmpfs, overlayfs, F2FS, ZFS,
-# bcachefs, ramfs, NFS, Ceph, Lustre, GPFS, BeeGFS.
-_CAPABLE = frozenset(
-    {
-        0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630, 0xF2F52010, 0x2FC12FC1,
-        0xCA451A4E, 0x858458F6, 0x6969, 0x00C36400, 0x0BD00BD0, 0x47504653, 0x19830326,
-    }
-)  # fmt: skip
+# Types (statfs) that need no trial: these, overlayfs, ramfs, NFS, Ceph, Lustre, GPFS, BeeGFS.
+_CAPABLE = linux.LOCAL | {
+    0x794C7630, 0x858458F6, 0x6969, 0x00C36400, 0x0BD00BD0, 0x47504653, 0x19830326,
+}  # fmt: skip
 # We may not, or the file system cannot; anything else is a failure. EINVAL and EOVERFLOW: an owner
 # that has no number in this user namespace (container), or on an idmapped mount.
 _REFUSED = (
