@@ -151,15 +151,9 @@ def _dcp(training: Training, folder: Path, _copy: Path) -> _Saver:
     return first, save
 
 
-def _checkpointer(training: Training, folder: Path, _copy: Path) -> _Saver:
+def _checkpointer(training: Training, folder: Path, mirror: str | None = None) -> _Saver:
     state = {"model": training.model, "optimizer": training.optimizer}
-    saver = fastserial.Checkpointer(folder, state)
-    return saver.resume(), saver.save
-
-
-def _mirrored(training: Training, folder: Path, copy: Path) -> _Saver:
-    state = {"model": training.model, "optimizer": training.optimizer}
-    saver = fastserial.Checkpointer(folder, state, mirror=copy.as_uri())
+    saver = fastserial.Checkpointer(folder, state, mirror=mirror)
     return saver.resume(), saver.save
 
 
@@ -169,8 +163,10 @@ _SAVERS: dict[str, Callable[[Training, Path, Path], _Saver]] = {
     "stock, synced and renamed": _careful,
     "fastserial.install()": _installed,
     "DCP": _dcp,
-    "Checkpointer": _checkpointer,
-    "Checkpointer, mirror": _mirrored,
+    "Checkpointer": lambda training, folder, _: _checkpointer(training, folder),
+    "Checkpointer, mirror": lambda training, folder, copy: _checkpointer(
+        training, folder, copy.as_uri()
+    ),
 }
 
 
