@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from fastserial.checkpoints.mapped_source import INDEX
 from fastserial.checkpoints.streaming import (
     ConvertSource,
     flat_tensors,
@@ -27,10 +26,10 @@ from fastserial.checkpoints.streaming import (
 from fastserial.config import Config
 from fastserial.errors import ConvertError
 from fastserial.files.durable import replace_bytes, sync_folders
+from fastserial.formats.safetensors import INDEX, shard_name
 from fastserial.saving.writer import FastFileWriter
 
 _SHOWN_KEYS = 8
-_STEM = "model"  # of the names of shards, as Hugging Face has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +198,14 @@ def _write_shards(
     total = 0
     files: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        name = f"{_STEM}-{number:05}-of-{len(shards):05}.safetensors"
+        name = shard_name(number, len(shards))
         path = os.path.join(folder, name)
         total += _write_safetensors(shard, source, path, metadata, config)
         files.update(dict.fromkeys(shard, name))
     size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
     text = json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
-    replace_bytes(os.path.join(folder, _STEM + INDEX), text, config.durable)
+    replace_bytes(os.path.join(folder, INDEX), text, config.durable)
     return total + len(text)
 
 

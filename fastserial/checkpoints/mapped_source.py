@@ -22,7 +22,7 @@ from torch import _weights_only_unpickler
 from fastserial.checkpoints.streaming import FileMemory
 from fastserial.checkpoints.tensor_read import is_little_endian
 from fastserial.checkpoints.verify import refuse_damaged
-from fastserial.checkpoints.verify.file_list import keys_of_files
+from fastserial.checkpoints.verify.file_list import read_index
 from fastserial.errors import (
     ConvertError,
     CorruptCheckpointError,
@@ -47,7 +47,7 @@ from fastserial.loading.unpickler import unpickler_module
 from fastserial.memory.storages import Memory, new_storage
 from fastserial.patching.install import get_original
 
-INDEX = ".safetensors.index.json"
+_INDEX_SUFFIX = ".safetensors.index.json"
 _DTENSORS = b"torch.distributed.tensor"
 _BIG_ENDIAN = "the file was written on a big-endian machine: load and save it with torch"
 
@@ -335,11 +335,11 @@ def open_source(name: str, verify: bool = False) -> MappedSource:
 
 def _index_of(name: str) -> str | None:
     """Return the path of the index, None if it is none."""
-    if name.endswith(INDEX):
+    if name.endswith(_INDEX_SUFFIX):
         return name
     if not os.path.isdir(name):
         return None
-    found = [one for one in sorted(os.listdir(name)) if one.endswith(INDEX)]
+    found = [one for one in sorted(os.listdir(name)) if one.endswith(_INDEX_SUFFIX)]
     if len(found) > 1:
         raise ConvertError(f"{name}: there are several indices: give one of {', '.join(found)}")
     return os.path.join(name, found[0]) if found else None
@@ -347,13 +347,8 @@ def _index_of(name: str) -> str | None:
 
 def _all_of(source: MappedSource, index: str) -> dict[str, torch.Tensor]:
     """Return the tensors of all files that an index names, which are mapped."""
-    with naming(index), open(index, "rb") as file:
-        keys_of = keys_of_files(file.fileno())
     tensors: dict[str, torch.Tensor] = {}
-    for name, keys in keys_of.items():
-        if os.path.basename(name) != name:
-            text = f"it names {name!r}, which is not in its folder"
-            raise CorruptCheckpointError(text, path=index)
+    for name, keys in read_index(index).items():
         found = source.add(os.path.join(os.path.dirname(index), name)).value
         for key in keys:
             if key not in found:

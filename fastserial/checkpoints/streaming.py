@@ -130,7 +130,7 @@ def write_safetensors(
     order = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     memories = [_elements_of(tensor, source) for _, tensor in order]
     rows = [
-        (key, _type_name(tensor), tuple(tensor.shape), memory.nbytes)
+        (key, type_name(tensor), tuple(tensor.shape), memory.nbytes)
         for (key, tensor), memory in zip(order, memories, strict=True)
     ]
     writer.write(header_bytes(rows, metadata))
@@ -138,7 +138,8 @@ def write_safetensors(
     writer.write_layout(extents, sum(memory.nbytes for memory in memories))
 
 
-def _type_name(tensor: torch.Tensor) -> str:
+def type_name(tensor: torch.Tensor) -> str:
+    """Return torch's name of a tensor's dtype, such as `float32`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -167,8 +168,8 @@ def flat_tensors(value: Any) -> dict[str, torch.Tensor]:
             problem = "it is no plain tensor"
         elif item.device.type != "cpu":
             problem = f"it has no bytes (device {item.device.type})"
-        elif _type_name(item) not in TYPE_NAMES:
-            problem = f"safetensors has no dtype {_type_name(item)}"
+        elif type_name(item) not in TYPE_NAMES:
+            problem = f"safetensors has no dtype {type_name(item)}"
         if problem:
             raise ConvertError(
                 f"entry {key!r} cannot be represented in safetensors: {problem}{_advice(value)}"

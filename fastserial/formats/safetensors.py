@@ -18,7 +18,8 @@ from fastserial.formats.storages import ITEM_BYTES, StorageEntry, contiguous_str
 from fastserial.formats.tensors import Outline, TensorEntry
 
 STEM = "model"
-INDEX = f"{STEM}.safetensors.index.json"
+ONE_FILE = f"{STEM}.safetensors"
+INDEX = f"{ONE_FILE}.index.json"
 _LENGTH_BYTES = 8
 _MOST_HEADER = 100_000_000  # as the reference implementation
 _METADATA = "__metadata__"
@@ -156,9 +157,13 @@ def split(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
     if current or not parts:
         parts.append(current)
     if len(parts) == 1:
-        return {f"{STEM}.safetensors": parts[0]}
-    names = (f"{STEM}-{n:05}-of-{len(parts):05}.safetensors" for n in range(1, len(parts) + 1))
-    return dict(zip(names, parts, strict=True))
+        return {ONE_FILE: parts[0]}
+    return {shard_name(number, len(parts)): keys for number, keys in enumerate(parts, 1)}
+
+
+def shard_name(number: int, count: int) -> str:
+    """Return the name of a file of a model of several files; the first is number 1."""
+    return f"{STEM}-{number:05}-of-{count:05}.safetensors"
 
 
 def index_bytes(files: Mapping[str, Sequence[str]], nbytes: int, parameters: int) -> bytes:

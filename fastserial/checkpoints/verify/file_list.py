@@ -15,7 +15,7 @@ from typing import Any
 from fastserial.checkpoints.verify.report import Problem, VerifyReport
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.safetensors import read_header
-from fastserial.formats.source import DescriptorSource
+from fastserial.formats.source import DescriptorSource, naming
 from fastserial.interrupts import Descriptors
 
 FILE_LIST = "file list"
@@ -67,6 +67,22 @@ def keys_of_files(fd: int) -> dict[str, list[str]]:
     for key, name in _read_object(fd, "weight_map").items():
         keys.setdefault(str(name), []).append(key)
     return keys
+
+
+def read_index(path: str) -> dict[str, list[str]]:
+    """Return the keys of the tensors in each file of an index; all files are in its folder.
+
+    Raises:
+        CorruptCheckpointError: it is no such index, or names a file elsewhere.
+        OSError: it cannot be read.
+    """
+    with naming(path), open(path, "rb") as file:
+        files = keys_of_files(file.fileno())
+    for name in files:
+        if os.path.basename(name) != name:
+            text = f"it names {name!r}, which is not in its folder"
+            raise CorruptCheckpointError(text, path=path)
+    return files
 
 
 def verify_file_list(fd: int, path: str, report: VerifyReport) -> None:

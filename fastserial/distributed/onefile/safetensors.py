@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fastserial.checkpoints.streaming import type_name
+from fastserial.checkpoints.verify.file_list import read_index
 from fastserial.config import current
 from fastserial.distributed.onefile.loader import HALFWAY, LoadTask
 from fastserial.distributed.onefile.saver import SaveTask, Writers
@@ -27,7 +28,6 @@ from fastserial.distributed.sharding.pieces import as_dtensor, local_of
 from fastserial.distributed.state.states import LiveState, state_of_module
 from fastserial.errors import (
     ConfigError,
-    CorruptCheckpointError,
     DistributedError,
     LoadMismatchError,
     write_error,
@@ -36,6 +36,7 @@ from fastserial.files.durable import replace_bytes, sync_folders
 from fastserial.formats.extents import Extent, Literal, clip
 from fastserial.formats.safetensors import (
     INDEX,
+    ONE_FILE,
     TYPE_NAMES,
     file_order,
     header_bytes,
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 
 
 _METADATA = {"format": "pt"}
-_ONE_FILE = "model.safetensors"
 
 
 class _Contents(NamedTuple):
@@ -86,10 +86,7 @@ class _FileLayout:
             tensors: as they are as a whole, in the order of the file.
             numbers: of their sources.
         """
-        rows = [
-            (key, _type_name(tensor), tuple(tensor.shape), tensor.numel() * tensor.itemsize)
-            for key, tensor in tensors.items()
-        ]
+        rows = [(key, *_row(tensor)) for key, tensor in tensors.items()]
         self._header = header_bytes(rows, _METADATA)
         self._records: list[tuple[int, int, int, int]] = []
         at = len(self._header)
@@ -164,10 +161,7 @@ class _Folder:
         """Write all files; return their reports."""
         state = _tensors_of(obj)
         mine = _Contents(
-            {
-                key: (_type_name(one), tuple(one.shape), one.numel() * one.itemsize)
-                for key, one in state.items()
-            },
+            {key: _row(one) for key, one in state.items()},
             {key for key, one in state.items() if local_of(one, key).numel()},
             _shared(state),
         )
@@ -216,9 +210,7 @@ class _Folder:
         files = split(
             {key: row[2] for key, row in tensors.items() if key not in left_out}, self._most
         )
-        refused = (
-            {INDEX, _ONE_FILE} if len(files) > 1 else {INDEX}
-        )  # which transformers reads first
+        refused = {INDEX, ONE_FILE} if len(files) > 1 else {INDEX}  # which transformers reads first
         try:
             os.makedirs(self._path, exist_ok=True)
             there = refused.intersection(os.listdir(self._path))
@@ -235,7 +227,7 @@ class _Folder:
 
     def _save_file(self, name: str, tensors: Mapping[str, torch.Tensor]) -> SaveReport:
         path = os.path.join(self._path, name)
-        order = file_order({key: _type_name(tensor) for key, tensor in tensors.items()})
+        order = file_order({key: type_name(tensor) for key, tensor in tensors.items()})
         task = _FileTask(self._traffic, path, self._writers, None, perf_counter())
         try:
             report = task.run({key: _own(tensors[key]) for key in order})
@@ -258,7 +250,7 @@ def holds_safetensors(path: object) -> bool:
     """Return whether a path is a folder with a model in safetensors files."""
     if not isinstance(path, str | os.PathLike):
         return False
-    return any(os.path.exists(os.path.join(path, name)) for name in (INDEX, _ONE_FILE))
+    return any(os.path.exists(os.path.join(path, name)) for name in (INDEX, ONE_FILE))
 
 
 def load_folder(
@@ -294,14 +286,11 @@ def load_folder(
             )
             for _, shared in every:  # a rank sees none of a tensor of which it has nothing
                 tied.update(shared)
-            missing = [key for key in state if key not in there and tied.get(key) not in there]
-            unexpected = sorted(there.difference(*(keys for keys, _ in every)))
-            lacking = sorted(
-                key
-                for key in set().union(*(keys for keys, _ in every))
-                if key not in there and tied.get(key) not in there
-            )
-            refusals = [f"not in the folder: {lacking[:5]}"] if lacking else []
+            wanted = set().union(*(keys for keys, _ in every))
+            lacking = {key for key in wanted - there if tied.get(key) not in there}
+            missing = [key for key in state if key in lacking]
+            unexpected = sorted(there - wanted)
+            refusals = [f"not in the folder: {sorted(lacking)[:5]}"] if lacking else []
             if unexpected:
                 refusals.append(f"only in the folder: {unexpected[:5]}")
             refusals = refusals if strict else []
@@ -349,20 +338,11 @@ def _files_of(folder: str) -> dict[str, list[str]]:
         OSError: it cannot be read.
     """
     index = os.path.join(folder, INDEX)
-    with open(index if os.path.exists(index) else os.path.join(folder, _ONE_FILE), "rb") as file:
-        if file.name != index:
-            header = read_header(DescriptorSource(file.fileno()))
-            return {_ONE_FILE: [entry.key for entry in header.outline.tensors]}
-        text = file.read()
-    files: dict[str, list[str]] = {}
-    try:
-        for key, name in json.loads(text)["weight_map"].items():
-            if os.path.basename(name) != name:
-                raise ValueError(f"{name!r} is outside of the folder")
-            files.setdefault(name, []).append(key)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(f"it is no index: {error}", path=index) from error
-    return files
+    if os.path.exists(index):
+        return read_index(index)
+    with open(os.path.join(folder, ONE_FILE), "rb") as file:
+        header = read_header(DescriptorSource(file.fileno()))
+    return {ONE_FILE: [entry.key for entry in header.outline.tensors]}
 
 
 def _summed(files: Sequence[Sequence[RankReport]]) -> tuple[RankReport, ...]:
@@ -401,8 +381,8 @@ def _tensors_of(obj: object) -> dict[str, torch.Tensor]:
                 f"entry {key!r} is a {type(value).__name__}; safetensors holds tensors by their "
                 "names alone"
             )
-        if _type_name(value) not in TYPE_NAMES:
-            raise ConfigError(f"entry {key!r}: safetensors has no dtype {_type_name(value)}")
+        if type_name(value) not in TYPE_NAMES:
+            raise ConfigError(f"entry {key!r}: safetensors has no dtype {type_name(value)}")
         found[key] = value.detach()
     return found
 
@@ -420,6 +400,11 @@ def _shared(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return found
 
 
+def _row(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], int]:
+    """Return the name of the dtype, shape and bytes of a whole tensor."""
+    return type_name(tensor), tuple(tensor.shape), tensor.numel() * tensor.itemsize
+
+
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose storage is its elements in their order: itself, or a copy."""
     if as_dtensor(tensor) is not None:
@@ -427,7 +412,3 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     whole = plain.untyped_storage().nbytes() == plain.numel() * plain.itemsize
     return plain if whole else plain.clone()
-
-
-def _type_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
