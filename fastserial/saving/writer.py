@@ -16,7 +16,6 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config, current
 from fastserial.config.performance import GATHERED, GiB
@@ -37,7 +36,7 @@ from fastserial.formats.zip.layout import ZipPlan
 from fastserial.interrupts import finish
 from fastserial.memory.storages import storage_batch, synchronize
 from fastserial.progress import ProgressBar
-from fastserial.reports import Latency, SaveReport, SnapshotReport, publish_save
+from fastserial.reports import SaveReport, SnapshotReport, publish_save
 from fastserial.saving.extent_writer import ExtentWriter
 
 if TYPE_CHECKING:
@@ -108,13 +107,8 @@ class FastFileWriter:
     def _begin(self, destination: Destination) -> None:
         """Begin to write a destination, which is empty."""
         self._destination = destination
-        self._bar = ProgressBar(self.name) if self._config.progress else None
-        self._out = ExtentWriter(
-            destination.fd,
-            self._config,
-            None if self._bar is None else self._bar.update,
-            owner=destination,
-        )
+        self._bar = ProgressBar(self.name if self._config.progress else None)
+        self._out = ExtentWriter(destination.fd, self._config, self._bar.update, owner=destination)
         self._expected: int | None = None  # bytes of the whole file, once they are known
         self._written = 0  # bytes passed on
         self._gathered = bytearray()
@@ -221,7 +215,6 @@ class FastFileWriter:
         if not self._discarded:
             self._check_open()
 
-    @trace.traced("layout")
     def save_torch_storage_object_list(
         self,
         storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
@@ -279,9 +272,8 @@ class FastFileWriter:
                 self.close()
             except WriteError as error:
                 retries = self._destination.retries
-                if retries is None or not repeats:
+                if retries is None or not repeats or not retries.wait(error):
                     raise
-                retries.wait(error)
                 self._begin(required(retries.open(), self.name))
                 plan = plan._replace(extents=renewed(plan.extents))
             else:
@@ -302,8 +294,7 @@ class FastFileWriter:
         """
         self._check_open()
         self._expected = self.tell() + nbytes
-        if self._bar is not None:
-            self._bar.expect(self._expected)
+        self._bar.expect(self._expected)
         self._out.expect(self._expected)
         self._write(extents, nbytes, ledger, self._expected)
 
@@ -347,8 +338,7 @@ class FastFileWriter:
             self.abort()
             raise
         self._closed = True
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
         self._publish()
 
     def abort(self) -> None:
@@ -358,8 +348,7 @@ class FastFileWriter:
         self._closed = self._discarded = True
         if os.getpid() != self._pid:
             return  # a forked child must not touch what its parent is writing
-        close_bar = self._bar.close if self._bar is not None else bool
-        finish(self._out.close, close_bar, self._destination.discard)
+        finish(self._out.close, self._bar.close, self._destination.discard)
 
     def __enter__(self) -> FastFileWriter:
         return self
@@ -454,8 +443,6 @@ class FastFileWriter:
             phases=self._phases,
             transfer=outcome.transfer.word,
             transfer_why=outcome.transfer.why,
-            submit=Latency.of(outcome.submit_seconds),
-            complete=Latency.of(outcome.complete_seconds),
             snapshot=None if self.snapshot is None else self.snapshot(),
         )
         publish_save(self._report, config.on_report)

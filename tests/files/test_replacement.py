@@ -19,7 +19,7 @@ from fastserial.errors import WriteError
 from fastserial.files import destination as replacement_module
 from fastserial.files import linux
 from fastserial.files.destination import Replacement, open_path, temporary_name
-from fastserial.files.targets import StockWay
+from fastserial.files.destination import StockWay
 from fastserial.interrupts import Background
 from fastserial.saving.writer import FastFileWriter
 

@@ -20,7 +20,7 @@ import fastserial
 from fastserial.config.performance import SWITCH_INTERVAL
 from fastserial.memory import held_settings
 from fastserial.memory.held_settings import HeldSetting, paused_collection
-from fastserial.saving.extent_writer import ExtentWriter
+from fastserial.progress import ProgressBar
 
 
 class Case(NamedTuple):
@@ -202,15 +202,12 @@ def test_blocks_of_a_save_are_moved_with_the_short_one(
     tmp_path: Path, usual: float, monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     seen: list[float] = []
-    real = ExtentWriter._advance
-
-    def advance(writer: ExtentWriter, length: int) -> None:
+    def advance(bar: ProgressBar, length: int) -> None:
         seen.append(sys.getswitchinterval())
         if error is not None:
             raise error
-        real(writer, length)
 
-    monkeypatch.setattr(ExtentWriter, "_advance", advance)
+    monkeypatch.setattr(ProgressBar, "update", advance)
     fastserial.install(small_file=0, block_size=65536)
     try:
         if error is None:

@@ -47,7 +47,7 @@ from fastserial.interrupts import finish
 from fastserial.memory.held_settings import paused_collection
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.reports import RankReport, SaveReport, publish_save
-from fastserial.saving import torch_writer
+from fastserial.saving.archive import storage_alignment
 from fastserial.saving.extent_writer import Outcome
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def writing_ranks(writers: Writers, nodes: Sequence[str]) -> list[int]:
         ValueError: no such writers.
     """
     size = len(nodes)
-    alignment = torch_writer.alignment()
+    alignment = storage_alignment()
     if alignment % 16 and size > 1:
         raise ConfigError(
             f"with torch's storage alignment of {alignment} bytes elements would lie across the "
