@@ -57,7 +57,6 @@ class Report:
         seconds: from opening the file to its last byte or sync, the pickle included.
         engine: the engine that moved the bytes.
         fallback: why they were not moved in the fastest manner, or None.
-        block_size, queue_depth, threads: the settings used (bytes, blocks, threads).
         phases: seconds per phase.
         transfer: the transfer type taken, as in `Config.transfer`; `cpu` if no device took part.
         transfer_why: why it was taken, for tensors on devices.
@@ -69,9 +68,6 @@ class Report:
     seconds: float
     engine: str
     fallback: str | None = None
-    block_size: int = 0
-    queue_depth: int = 0
-    threads: int = 0
     phases: dict[str, float] = field(default_factory=dict)
     transfer: str = HOST_ONLY.word
     transfer_why: str = HOST_ONLY.why

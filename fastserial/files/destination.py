@@ -35,8 +35,8 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 from fastserial.config.performance import LARGE_FILE, PAGE
 from fastserial.errors import REMEDIES, WriteError, write_error
 from fastserial.files import linux
-from fastserial.files.sources import file_name, plain_file
 from fastserial.files.linux import Attributes, attributes_of, set_attributes
+from fastserial.files.sources import file_name, plain_file
 from fastserial.interrupts import OWN, Background, Descriptors, finish
 from fastserial.reasons import A_FILE, ANOTHER_OWNER, GIVE_A_PATH, RENAMES, Reason
 
@@ -83,8 +83,6 @@ _APPEND_ONLY = Reason("nothing in an append-only directory can be replaced", REN
 _SEQUENTIAL = Reason("the file system only takes the bytes of a file sequentially", RENAMES)
 _NO_RENAME = Reason("the file system cannot rename a file over another", RENAMES)
 _ATTRIBUTES = Reason("a new file cannot have its owner, mode, ACL or attributes", ANOTHER_OWNER)
-
-
 
 
 class StockWay(NamedTuple):

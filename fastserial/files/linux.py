@@ -405,6 +405,7 @@ def first_line(path: Path) -> str:
 
 # -- the page cache ------------------------------------------------------------------------------
 
+
 def fits(nbytes: int) -> bool:
     """Return whether that many bytes fit in the page cache."""
     if nbytes <= ALWAYS_FITS:

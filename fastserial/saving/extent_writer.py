@@ -119,9 +119,7 @@ class Route:
     def without_engine(self, why: object) -> Route:
         """Return the route that needs no memory: block by block, by the calling thread."""
         fallback = Reason(f"through the page cache, block by block: {why}", SEE_DOCTOR)
-        return replace(
-            self, kind="cached", engine=None, block_size=FILL_CHUNK, fallback=fallback
-        )
+        return replace(self, kind="cached", engine=None, block_size=FILL_CHUNK, fallback=fallback)
 
 
 def choose_route(fd: int, files: Descriptors, config: Config, expected: int | None) -> Route:
@@ -306,6 +304,8 @@ class ExtentWriter:
     def _free(self) -> None:
         self.outcome.transfer = self._devices.transfer
         self._turns.end()
+        if self._ledger is not None:
+            self._ledger.end()
         if self._queue is not None:
             self._queue.pool.close()
             self._queue = None

@@ -202,6 +202,7 @@ def test_blocks_of_a_save_are_moved_with_the_short_one(
     tmp_path: Path, usual: float, monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     seen: list[float] = []
+
     def advance(bar: ProgressBar, length: int) -> None:
         seen.append(sys.getswitchinterval())
         if error is not None:

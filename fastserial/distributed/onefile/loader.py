@@ -319,7 +319,7 @@ class LoadTask:
 
     def report(self, result: _LoadResult) -> LoadReport:
         """Return what happened."""
-        blocks, config = self._open().blocks, self._config
+        blocks = self._open().blocks
         counts = blocks.counts
         return LoadReport(
             path=self.path,
@@ -331,9 +331,6 @@ class LoadTask:
             cached_bytes=counts.cached,
             verified=result.verified,
             fallback=blocks.fallback,
-            block_size=config.block_size,
-            queue_depth=config.queue_depth,
-            threads=config.threads,
             ranks=result.ranks,
             missing_keys=tuple(self._match.missing),
             unexpected_keys=self._unexpected,
