@@ -53,7 +53,7 @@ FAULTS = [
     Fault("the CRC-32 begins anew in each chunk", "saving/fill.py", "crc = crc32(view[done : done + size], crc)", "crc = crc32(view[done : done + size])"),  # noqa: E501
     Fault("the CRC-32 is entered at byte 0", "saving/fill.py", "ledger.add(record, start, length, crc)", "ledger.add(record, 0, length, crc)"),  # noqa: E501
     Fault("a block without an engine is written at byte 0", "saving/extent_writer.py", "self._write_cached(view, offset)", "self._write_cached(view, 0)"),  # noqa: E501
-    Fault("the file is not synced", "saving/writer.py", "                self._destination.sync()", "                pass"),  # noqa: E501
+    Fault("the file is not synced", "saving/writer.py", "            self._run(\"sync\", self._destination.sync)", "            pass"),  # noqa: E501
     Fault("the file object is left where it was", "saving/writer.py", "self._destination.file.seek(self._destination.start + self._written)", "pass"),  # noqa: E501
     Fault("a forked child discards its parent's file", "saving/writer.py", "if os.getpid() != self._pid:", "if False:"),  # noqa: E501
     Fault("a short read counts as whole", "loading/pump.py", "while moved < block.length:", "while False:"),  # noqa: E501

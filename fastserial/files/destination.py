@@ -312,8 +312,9 @@ TEMPORARY_NAME = r"(?s)\..+\.fastserial-\d+\.tmp"  # a pattern of all that `temp
 
 def temporary_name(name: str, number: int) -> str:
     """Return a temporary name of the file `name` (without its directory), by its number."""
-    stem = os.fsdecode(os.fsencode(name)[:_NAME_MOST])
-    return f".{stem}.fastserial-{number}.tmp"
+    if len(name) * 4 > _NAME_MOST:
+        name = os.fsdecode(os.fsencode(name)[:_NAME_MOST])
+    return f".{name}.fastserial-{number}.tmp"
 
 
 @functools.cache
@@ -544,10 +545,9 @@ class Replacement:
 
         They see the last `close` of a file without a name under a number, such as `#12`.
         """
-        files, flags = Descriptors(), os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        with contextlib.suppress(OSError):
-            files.open(self._base, flags, dir_fd=self._directory)
-        finish(files.close)
+        with contextlib.suppress(OSError):  # it is closed with the others
+            flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._files.open(self._base, flags, dir_fd=self._directory)
 
     def discard(self) -> None:
         """Remove the new file. Idempotent; does nothing after `commit`."""

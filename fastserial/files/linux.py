@@ -65,7 +65,7 @@ _STATX_ATTR_MOUNT_ROOT = 0x2000
 _STATX_DIOALIGN = 0x2000
 _STATX_MNT_ID = 0x1000  # since Linux 5.8,
 _STATX_MNT_ID_UNIQUE = 0x4000  # never used again: since 6.8
-_STATX_BYTES = 256
+_StatX = ctypes.c_char * 256  # `struct statx`
 _ATTRIBUTES = struct.Struct("<8xQ40xQ")  # the attributes, and which of them are known
 _MASK, _MOUNT, _ALIGNMENTS = struct.Struct("=I"), struct.Struct("=144xQ"), struct.Struct("=152xII")
 _StatFs = ctypes.c_long * 32  # more than any machine's `struct statfs`, which begins with the type
@@ -92,7 +92,7 @@ def _statx_of(fd: int, path: bytes, flags: int, mask: int) -> ctypes.Array[ctype
     """Return the result of `statx` (`struct statx`), None if it fails or is missing."""
     if _statx is None:
         return None
-    buffer = (ctypes.c_char * _STATX_BYTES)()
+    buffer = _StatX()
     return buffer if _statx(fd, path, flags, mask, buffer) == 0 else None
 
 

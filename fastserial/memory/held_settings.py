@@ -75,9 +75,9 @@ class Hold:
         return self
 
     def begin(self) -> None:
-        """Change the setting until `end`."""
-        self._change = []
-        self._setting._begin(self._change)
+        """Change the setting until `end`. Idempotent."""
+        if not self._change:
+            self._setting._begin(self._change)
 
     def __exit__(self, *error: object) -> None:
         self.end()
@@ -85,6 +85,7 @@ class Hold:
     def end(self) -> None:
         """Restore the setting, if this changed it. Idempotent."""
         self._setting._restore(self._change)
+        self._change = []
 
     __del__ = end
 

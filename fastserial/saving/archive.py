@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastserial.checksums import crc32
+from fastserial.config.performance import SMALL_FILE
 from fastserial.errors import name_in
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
 from fastserial.memory.held_settings import paused_collection
@@ -66,7 +67,7 @@ class ZipArchive:
             alignment = storage_alignment()
         self._layout = ZipLayout(archive, alignment, checksums_wanted())
         self._archive = archive
-        self._pause = paused_collection()  # while torch pickles
+        self._pause = paused_collection()
 
     def archive_name(self) -> str:
         """Return the name put before the records' names."""
@@ -88,11 +89,12 @@ class ZipArchive:
 
     def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
         """Add all storages at once, as records called `names`."""
-        self._pause.end()  # copies and waits may take long
+        if sum(map(torch.UntypedStorage.nbytes, storages)) > SMALL_FILE:
+            self._pause.end()  # copies and waits may take long
         synchronize(storages)
         batch = self._batch(storages)
-        with paused_collection():
-            self._layout.add_storages(names, batch)
+        self._pause.begin()
+        self._layout.add_storages(names, batch)
 
     def _batch(self, storages: Sequence[torch.UntypedStorage]) -> Batch:
         """Return the memory that the storages' bytes are read from."""
@@ -105,9 +107,8 @@ class ZipArchive:
     def lay_out(self) -> ZipPlan:
         """Complete the layout, at the first call, and return it."""
         if self._plan is None:
-            self._pause.end()
-            with paused_collection():
-                self._plan = finish_layout(self._layout)
+            self._pause.begin()
+            self._plan = finish_layout(self._layout)
         return self._plan
 
     def write_end_of_file(self) -> None:
@@ -118,6 +119,8 @@ class ZipArchive:
         """
         first = self._plan is None
         plan = self.lay_out()
+        if plan.nbytes > SMALL_FILE:
+            self._pause.end()  # else a collection would take longer than what is left
         if first and self._writer is not None:
             write = self._writer.write_whole if self._owns_writer else self._writer.write_plan
             write(plan)

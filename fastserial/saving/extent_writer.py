@@ -256,8 +256,10 @@ class ExtentWriter:
             ledger: of the layout's checksums.
             base: offset in the file of the layout's first byte (bytes).
         """
-        with paused_collection():
-            given = [Extent(base + e.offset, e.length, e.source, e.start) for e in extents]
+        given = list(extents)
+        if base:
+            with paused_collection():
+                given = [Extent(base + e.offset, e.length, e.source, e.start) for e in given]
         devices = {
             extent.source.memory.device
             for extent in given

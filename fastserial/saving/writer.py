@@ -6,12 +6,11 @@ The protocol is that of DeepSpeed's FastPersist (arXiv 2406.13768): a writable f
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -304,8 +303,7 @@ class FastFileWriter:
         Raises:
             WriteError: the disk is full or failed.
         """
-        with self._phase("transfer"):
-            self._out.flush()
+        self._run("transfer", self._out.flush)
 
     def close(self) -> None:
         """Write the rest, sync, and commit. Idempotent.
@@ -325,15 +323,10 @@ class FastFileWriter:
         try:
             if self._gathered:
                 self._write()
-            with self._phase("transfer"):
-                self._out.flush()
-                self._out.close()
-            with self._phase("sync"):
-                self._destination.sync()
-            with self._phase("commit"):
-                self._destination.commit()
-                if isinstance(self._destination, CallersFile):
-                    self._destination.file.seek(self._destination.start + self._written)
+            self._run("transfer", self._out.flush)
+            self._run("transfer", self._out.close)
+            self._run("sync", self._destination.sync)
+            self._run("commit", self._commit)
         except BaseException:  # of a signal handler between two phases, too
             self.abort()
             raise
@@ -387,28 +380,36 @@ class FastFileWriter:
         head, self._gathered = bytes(self._gathered), bytearray()
         if head:
             extents = [Extent(-len(head), len(head), Literal(head)), *extents]
-        fd, start = self._destination.fd, self._destination.start
-        with self._phase("transfer"):
-            wait_until_free()
-            reserve(fd, start, reserved, self._config)
-            self._out.write(extents, ledger, start + self._written + len(head))
+        at = self._destination.start + self._written + len(head)
+        self._run("transfer", self._transfer, extents, ledger, at, reserved)
         self._written += len(head) + nbytes
+
+    def _transfer(
+        self, extents: Sequence[Extent], ledger: CrcLedger | None, at: int, reserved: int
+    ) -> None:
+        wait_until_free()
+        reserve(self._destination.fd, self._destination.start, reserved, self._config)
+        self._out.write(extents, ledger, at)
 
     def _check_open(self) -> None:
         if self._closed:
             what = f": what it held for {self.name} was discarded" if self._discarded else "."
             raise ValueError(f"I/O operation on closed file{what}")
 
-    @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Count the seconds of the body for a phase of the save; an error in it ends the save.
+    def _commit(self) -> None:
+        self._destination.commit()
+        if isinstance(self._destination, CallersFile):
+            self._destination.file.seek(self._destination.start + self._written)
+
+    def _run(self, phase: str, step: Callable[..., object], *arguments: object) -> None:
+        """Run a step of a phase of the save, and count its seconds; an error ends the save.
 
         Raises:
             WriteError: instead of an `OSError`.
         """
         began = perf_counter()
         try:
-            yield
+            step(*arguments)
         except BaseException as error:
             name_in(error, self.name)
             try:
@@ -420,7 +421,7 @@ class FastFileWriter:
                 raise save_error(error, self._destination, self._expected) from error
             raise
         finally:
-            self._phases[name] = self._phases.get(name, 0.0) + perf_counter() - began
+            self._phases[phase] = self._phases.get(phase, 0.0) + perf_counter() - began
 
     def _publish(self) -> None:
         outcome, config = self._out.outcome, self._config

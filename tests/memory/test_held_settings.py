@@ -156,6 +156,7 @@ def test_saves_and_loads_pause_it(tmp_path: Path) -> None:
     watcher = _Watcher()
     _Watcher.seen = []
     state = {"w": watcher, **{str(i): torch.ones(4) for i in range(50)}}
+    state["not a small file"] = torch.zeros(9 << 20, dtype=torch.uint8)
     fastserial.install(on_report=lambda report: written.append(collects()))
     try:
         torch.save(state, path)
