@@ -38,7 +38,7 @@ from fastserial.formats.container import (
     open_container,
 )
 from fastserial.formats.pickles import refuse_nested
-from fastserial.formats.source import naming
+from fastserial.formats.source import DescriptorSource, naming
 from fastserial.formats.zip.directory import RecordEntry
 from fastserial.formats.zip.records import PICKLE, read_record
 from fastserial.formats.zip.structs import MOST_INFLATED
@@ -105,7 +105,7 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
         OSError: it cannot be read.
     """
     with naming(path):
-        container = open_container(fd, path)
+        container = open_container(DescriptorSource(fd), path)
         if not isinstance(container, ZipContainer | LegacyContainer | SafetensorsContainer):
             what = "a folder of torch.distributed.checkpoint: load it with dcp.load, or convert it"
             raise UnreadableCheckpointError(what)

@@ -55,7 +55,7 @@ class Container(abc.ABC):
     """What a file, or a folder, says of its contents.
 
     with open("ckpt.pt", "rb") as file:
-        container = open_container(file.fileno(), file.name)
+        container = open_container(DescriptorSource(file.fileno()), file.name)
         container.offset_of(container.tensor("model.weight"))
 
     Attributes:
@@ -417,12 +417,12 @@ def _begins_like_pickle(path: str) -> bool:
 
 
 def open_container(
-    fd: int, path: str, limits: Limits | None = None, all_records: bool = False
+    source: Source, path: str, limits: Limits | None = None, all_records: bool = False
 ) -> Container:
-    """Return what an open file, or folder, says of its contents.
+    """Return what a file, or a folder, says of its contents.
 
     Args:
-        fd: its descriptor, which its owner closes; positions are not used.
+        source: the file; a folder needs a `DescriptorSource`.
         path: its path, which counts where the first bytes do not decide; errors name it.
         limits: on its pickle.
         all_records: as of `ZipContainer`.
@@ -434,10 +434,9 @@ def open_container(
         OSError: it cannot be read.
     """
     with naming(path):
-        found = detect(fd, path)
+        found = detect(source, path)
         if found is Format.DAMAGED_ZIP:
             raise CorruptCheckpointError(found.value, offset=0)
-        source = DescriptorSource(fd)
         if found is Format.ZIP:
             return ZipContainer(source, limits, all_records)
         if found is Format.LEGACY:
@@ -470,26 +469,26 @@ def format_of_head(source: Source) -> Format | None:
     return Format.LEGACY if type(value) is int and value == MAGIC else None
 
 
-def detect(fd: int, name: str) -> Format:
-    """Return what an open file or folder is.
+def detect(source: Source, name: str) -> Format:
+    """Return what a file, or a folder, is.
 
     Args:
-        fd: its descriptor; positions are not used.
+        source: the file; of a folder, or a special file, a `DescriptorSource`.
         name: its path.
 
     Raises:
         OSError: the file cannot be read.
     """
-    found = os.fstat(fd)
-    if stat.S_ISDIR(found.st_mode):
-        return Format.DCP if is_dcp_folder(name) else Format.FOLDER
-    if not stat.S_ISREG(found.st_mode):
-        return Format.SPECIAL
-    if not found.st_size:
+    if isinstance(source, DescriptorSource):
+        mode = source.mode
+        if stat.S_ISDIR(mode):
+            return Format.DCP if is_dcp_folder(name) else Format.FOLDER
+        if not stat.S_ISREG(mode):
+            return Format.SPECIAL
+    if not source.size:
         return Format.EMPTY
     if name.endswith(".distcp"):
         return Format.SHARD
-    source = DescriptorSource(fd)
     head = format_of_head(source)
     if head is not None:
         return head

@@ -55,6 +55,11 @@ class DescriptorSource:
         """How many bytes there are."""
         return self._size
 
+    @property
+    def mode(self) -> int:
+        """Its type, as `os.stat` has it in `st_mode`: a descriptor may be that of a folder."""
+        return os.fstat(self._fd).st_mode
+
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes from `offset` on.
 

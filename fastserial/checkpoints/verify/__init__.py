@@ -83,7 +83,7 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
                 fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
             before = os.fstat(fd)
             report.bytes, seen = before.st_size, stamp(fd, before)
-            found = detect(fd, name)
+            found = detect(DescriptorSource(fd), name)
             if found is Format.DCP:
                 changed = verify_folder(name, settings, report)
             else:
