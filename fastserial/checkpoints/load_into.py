@@ -30,8 +30,7 @@ from fastserial.errors import LoadMismatchError, UnreadableTensorError
 from fastserial.formats.container import Container
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.tensors import TensorEntry
-from fastserial.loading.reader import FastFileReader, report_load
-from fastserial.loading.sinks import ReadExtent
+from fastserial.loading.reader import FastFileReader, ReadExtent, report_load
 from fastserial.memory.held_settings import paused_collection
 from fastserial.nests import walk
 from fastserial.printable import BoundedRepr

@@ -39,9 +39,7 @@ from fastserial.formats.container import (
 )
 from fastserial.formats.pickles import refuse_nested
 from fastserial.formats.source import DescriptorSource, naming
-from fastserial.formats.zip.directory import RecordEntry
-from fastserial.formats.zip.records import PICKLE, read_record
-from fastserial.formats.zip.structs import MOST_INFLATED
+from fastserial.formats.zip_format import MOST_INFLATED, PICKLE, RecordEntry, read_record
 from fastserial.interrupts import Descriptors
 from fastserial.loading.unpickler import unpickler_module
 from fastserial.memory.storages import Memory, new_storage

@@ -12,10 +12,10 @@ import torch
 
 from fastserial.checkpoints.tensor_read import is_dense, overlapping
 from fastserial.errors import ConvertError
-from fastserial.formats.legacy.layout import storage_extents
+from fastserial.formats.extents import storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
 from fastserial.formats.source import read_to
-from fastserial.formats.zip.layout import archive_name
+from fastserial.formats.zip_layout import archive_name
 from fastserial.memory.storages import HostMemory, Memory, batch_of, memmove, storage_memory
 from fastserial.patching.install import get_original, patched
 from fastserial.saving.archive import ZipArchive

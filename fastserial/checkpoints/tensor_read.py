@@ -20,10 +20,9 @@ from fastserial.errors import (
 )
 from fastserial.formats.container import Container, ZipContainer, open_container
 from fastserial.formats.source import Source, naming
-from fastserial.formats.storages import reach
-from fastserial.formats.tensors import TensorEntry
-from fastserial.formats.zip.records import PICKLE
-from fastserial.loading.sinks import DeviceSink, HostSink, ReadExtent, Sink
+from fastserial.formats.tensors import TensorEntry, reach
+from fastserial.formats.zip_format import PICKLE
+from fastserial.loading.reader import DeviceSink, HostSink, ReadExtent, Sink
 from fastserial.memory.storages import is_on_host
 
 if TYPE_CHECKING:

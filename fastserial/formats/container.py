@@ -20,15 +20,27 @@ from fastserial.errors import (
     UnreadableTensorError,
 )
 from fastserial.formats.dcp import METADATA_NAME, Metadata, parse
-from fastserial.formats.legacy.structure import MAGIC, read_legacy
+from fastserial.formats.legacy import MAGIC, read_legacy
 from fastserial.formats.pickles import Limits, decode
 from fastserial.formats.safetensors import read_header
 from fastserial.formats.source import BytesSource, ByteStream, DescriptorSource, Source, naming
-from fastserial.formats.storages import ITEM_BYTES, PACKED, contiguous_stride
-from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
-from fastserial.formats.zip.directory import RecordEntry, read_directory
-from fastserial.formats.zip.records import PICKLE, read_places, read_record
-from fastserial.formats.zip.structs import LOCAL_SIGNATURE
+from fastserial.formats.tensors import (
+    ITEM_BYTES,
+    PACKED,
+    Outline,
+    TensorEntry,
+    contiguous_stride,
+    outline,
+    zip_outline,
+)
+from fastserial.formats.zip_format import (
+    LOCAL_SIGNATURE,
+    PICKLE,
+    RecordEntry,
+    read_directory,
+    read_places,
+    read_record,
+)
 from fastserial.interrupts import Descriptors
 
 _SMALL_RECORD = 4096

@@ -17,7 +17,7 @@ from fastserial.checksums import check_crc, crc32
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.pickles import Call, Decoded, Global, Limits, Mapping, decode
 from fastserial.formats.source import BytesSource, ByteStream, Source, naming
-from fastserial.formats.storages import ITEM_BYTES
+from fastserial.formats.tensors import ITEM_BYTES
 
 METADATA_NAME = re.compile(r"(?:__\d+)?\.metadata", re.ASCII)  # of all ranks, or of one
 _MARK = b"fastserial"

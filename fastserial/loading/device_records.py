@@ -13,12 +13,12 @@ import torch
 from fastserial.errors import FastserialError
 from fastserial.formats.pickles import decode
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.storages import storage_table
-from fastserial.formats.zip.records import PICKLE, record_stream, storage_records
+from fastserial.formats.tensors import storage_table
+from fastserial.formats.zip_format import PICKLE, record_stream, storage_records
 from fastserial.memory.devices import has_streams
 
 if TYPE_CHECKING:
-    from fastserial.formats.zip.directory import Directory
+    from fastserial.formats.zip_format import Directory
 
 
 _HOST = "cpu"  # the location that torch leaves as it is

@@ -22,16 +22,19 @@ from fastserial.config.performance import FEW_BYTES, FEW_LEGACY_BYTES, PICKLE_SH
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.sources import FileSource
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.directory import Directory, RecordEntry
-from fastserial.formats.zip.records import PICKLE, all_checksums, read_places, storage_records
-from fastserial.formats.zip.structs import MOST_INFLATED
+from fastserial.formats.zip_format import (
+    MOST_INFLATED,
+    PICKLE,
+    Directory,
+    RecordEntry,
+    all_checksums,
+    read_places,
+    storage_records,
+)
 from fastserial.interrupts import raised_by_handler
-from fastserial.loading.legacy_storages import read_storages
-from fastserial.loading.policy import is_small
-from fastserial.loading.prefetch import Prefetch
-from fastserial.loading.session import LoadSession, current_session
+from fastserial.loading.prefetch import FastZipReader, Prefetch
+from fastserial.loading.session import LoadSession, current_session, is_small, read_storages
 from fastserial.loading.unpickler import unpickler_module
-from fastserial.loading.zip_reader import FastZipReader
 from fastserial.memory.devices import device_names
 from fastserial.reasons import ASKED, QUICKER, Reason
 

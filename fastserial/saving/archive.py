@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fastserial import trace
 from fastserial.checksums import crc32
 from fastserial.errors import name_in
-from fastserial.formats.zip.layout import ZipLayout, ZipPlan
+from fastserial.formats.zip_layout import ZipLayout, ZipPlan
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import (
     Batch,

@@ -18,7 +18,7 @@ import torch
 
 from fastserial import trace
 from fastserial.checksums import crc32
-from fastserial.formats.zip.layout import ZipLayout, ZipPlan
+from fastserial.formats.zip_layout import ZipLayout, ZipPlan
 
 _VERSION = b"3\n"
 _DIGITS = 20

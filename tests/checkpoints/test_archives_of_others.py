@@ -30,7 +30,7 @@ from fastserial.errors import (
     UnreadableTensorError,
 )
 from fastserial.formats.source import BytesSource, DescriptorSource
-from fastserial.formats.zip.directory import read_directory
+from fastserial.formats.zip_format import read_directory
 
 SMALL = Config(block_size=4096, queue_depth=3, threads=2)
 WAYS = (DEFAULT, *FORCED.values())

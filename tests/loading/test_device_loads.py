@@ -19,7 +19,7 @@ from support.loading import attempt
 import fastserial
 from fastserial import CorruptCheckpointError, LoadReport
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.directory import read_directory
+from fastserial.formats.zip_format import read_directory
 from fastserial.loading import device_records, prefetch, reader
 from fastserial.memory.buffers import Buffer, Ring
 

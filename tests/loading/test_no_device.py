@@ -10,7 +10,7 @@ import torch
 from support.identity import fast
 
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.directory import read_directory
+from fastserial.formats.zip_format import read_directory
 from fastserial.memory.devices import device_names
 from fastserial.patching import load_hooks
 from fastserial.training.rank_values import generator_states

@@ -24,7 +24,7 @@ from fastserial.config import Config
 from fastserial.engines import survey
 from fastserial.errors import CorruptCheckpointError, EngineError
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.records import read_places, storage_records
+from fastserial.formats.zip_format import read_places, storage_records
 from fastserial.loading import prefetch as prefetch_module
 from fastserial.loading.prefetch import Prefetch
 from fastserial.loading.reader import FastFileReader

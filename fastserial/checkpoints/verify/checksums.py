@@ -11,8 +11,7 @@ from fastserial.config import Config
 from fastserial.config.performance import STREAM_CHUNK
 from fastserial.errors import CorruptCheckpointError, TransferAbandonedError
 from fastserial.formats.source import BytesSource, DescriptorSource, Source
-from fastserial.loading.reader import FastFileReader
-from fastserial.loading.sinks import CheckedSink, ReadExtent
+from fastserial.loading.reader import CheckedSink, FastFileReader, ReadExtent
 
 Span = tuple[int, int]  # the first byte, and how many
 

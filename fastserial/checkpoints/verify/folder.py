@@ -15,7 +15,7 @@ from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.container import FolderContainer, ZipContainer
 from fastserial.formats.dcp import Item, Metadata
-from fastserial.formats.zip.structs import END, END_SIGNATURE, LOCAL_SIGNATURE
+from fastserial.formats.zip_format import END, END_SIGNATURE, LOCAL_SIGNATURE
 from fastserial.interrupts import Descriptors
 from fastserial.progress import progress_bar
 

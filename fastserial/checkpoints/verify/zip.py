@@ -17,25 +17,31 @@ from fastserial.errors import (
     PickleLimitError,
     UnreadableCheckpointError,
 )
+from fastserial.formats import zip_format, zip_layout
 from fastserial.formats.source import Source
-from fastserial.formats.storages import ITEM_BYTES
-from fastserial.formats.tensors import Outline, zip_outline
-from fastserial.formats.zip import structs
-from fastserial.formats.zip.directory import (
+from fastserial.formats.tensors import ITEM_BYTES, Outline, zip_outline
+from fastserial.formats.zip_format import (
+    DEFLATED,
+    FIELD,
+    LOCAL,
+    PICKLE,
+    U16,
+    U32,
+    UTF8,
     Directory,
     LocalHeader,
     RecordEntry,
+    is_part,
     parse_local_header,
     read_directory,
+    read_record,
 )
-from fastserial.formats.zip.records import PICKLE, is_part, read_record
-from fastserial.formats.zip.structs import DEFLATED, FIELD, LOCAL, U16, U32, UTF8
 
 _PLAIN = (0, 0, 0, 0, 0, 0, 0)
 _IS_FOLDER = 0x10  # in the external attributes
 _DEFLATED = (0, 20, 0, 0, 0, 0, 0)  # the code in a TorchScript archive
 # A descriptor, a header, a name and an extra field of the greatest lengths.
-_LONGEST_GAP = structs.DESCRIPTOR64.size + LOCAL.size + 2 * U16
+_LONGEST_GAP = zip_format.DESCRIPTOR64.size + LOCAL.size + 2 * U16
 _STORAGE = re.compile(r"data/\d+")
 _VERSIONS = ("version", ".data/version")
 # Records of archives of torch that are no checkpoints, and what reads these.
@@ -207,7 +213,7 @@ def _stamp(record: RecordEntry) -> tuple[int, ...]:
 
 
 def _flags(record: RecordEntry) -> int:
-    return UTF8 | structs.HAS_DESCRIPTOR if record.size else UTF8
+    return UTF8 | zip_format.HAS_DESCRIPTOR if record.size else UTF8
 
 
 def _is_torch_made(source: Source, directory: Directory) -> bool:
@@ -244,12 +250,12 @@ def _compare_with_torch(source: Source, directory: Directory) -> Iterator[Proble
         OSError: the end of the file cannot be read.
     """
     for record in directory.records:
-        wide = structs.zip64_field(record.size, record.compressed_size, record.header_offset)
+        wide = zip_layout.zip64_field(record.size, record.compressed_size, record.header_offset)
         sound = _is_plain(record) and record.extra == wide and (record.size or not record.crc)
         if not sound:
             yield Problem("directory", "fields of its entry are damaged", record.name)
     size, offset = directory.end.directory_size, directory.end.directory_offset
-    expected = structs.end_records(len(directory.records), size, offset)
+    expected = zip_layout.end_records(len(directory.records), size, offset)
     start = offset + size
     if source.read_at(start, min(len(expected), directory.size - start)) != expected:
         yield Problem("directory", "the records at the end of the file are damaged", None, start)
@@ -282,7 +288,7 @@ def _check_gap(
     descriptor = b""
     if before is not None and before.has_descriptor:
         sizes = before.compressed_size, before.size
-        descriptor = structs.descriptor(before.crc, *sizes, before.header_offset)
+        descriptor = zip_layout.descriptor(before.crc, *sizes, before.header_offset)
     header = after.header_offset - start if after is not None else len(data)
     if before is not None and data[: min(header, len(descriptor))] != descriptor:
         text = "its data descriptor is not what the directory says"
@@ -298,13 +304,13 @@ def _check_gap(
 
 def _header(record: RecordEntry, length: int) -> bytes | None:
     """Return the local header of `length` bytes that torch writes, None if there is none."""
-    zip64 = len(structs.zip64_field(record.size, 0, record.header_offset))
+    zip64 = len(zip_layout.zip64_field(record.size, 0, record.header_offset))
     extra = length - LOCAL.size - len(record.full_name)
     padding = extra - zip64 - FIELD.size
     if padding < 0 or extra > U16:
         return None
-    kind = record.flags, record.method, record.stamp[1]
-    return structs.local_header(record.full_name, record.size, record.header_offset, padding, *kind)
+    size, kind = record.size, (record.flags, record.method, record.stamp[1])
+    return zip_layout.local_header(record.full_name, size, record.header_offset, padding, *kind)
 
 
 def _check_loosely(source: Source, directory: Directory) -> Iterator[Problem]:
@@ -328,7 +334,7 @@ def _check_loosely(source: Source, directory: Directory) -> Iterator[Problem]:
     if not end.agrees:
         yield Problem("directory", "the end records disagree", None, end.offset)
     if (
-        int.from_bytes(source.read_at(end.offset + structs.END.size - 2, 2), "little")
+        int.from_bytes(source.read_at(end.offset + zip_format.END.size - 2, 2), "little")
         > end.trailing
     ):
         yield Problem("truncated", "its comment is cut short", None, end.offset)
@@ -336,11 +342,11 @@ def _check_loosely(source: Source, directory: Directory) -> Iterator[Problem]:
 
 def _contradiction(header: LocalHeader, record: RecordEntry) -> str | None:
     """Return what differs between a local header and the directory; torch reads both."""
-    if header.method != record.method or (header.flags ^ record.flags) & structs.REFUSED:
+    if header.method != record.method or (header.flags ^ record.flags) & zip_format.REFUSED:
         return "its local header has another compression than the directory"
-    if header.flags & structs.HAS_DESCRIPTOR:
+    if header.flags & zip_format.HAS_DESCRIPTOR:
         return None  # sizes and CRC follow the data
-    wide = structs.zip64_values(header.extra)
+    wide = zip_format.zip64_values(header.extra)
     sizes = [
         wide.pop(0) if size == U32 and wide else size
         for size in (header.size, header.compressed_size)

@@ -25,8 +25,8 @@ from fastserial.formats.container import FolderContainer
 from fastserial.formats.dcp import Item, Metadata, Stored
 from fastserial.formats.pickles import refuse_nested
 from fastserial.formats.source import read_exactly
-from fastserial.formats.storages import contiguous_stride
-from fastserial.formats.zip.records import PICKLE
+from fastserial.formats.tensors import contiguous_stride
+from fastserial.formats.zip_format import PICKLE
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory.storages import Memory
 from fastserial.memory.untouched import Untouched

@@ -42,7 +42,7 @@ from fastserial.distributed.state.tables import (
 )
 from fastserial.distributed.state.walk import Leaves, buffers_of, leaves, states
 from fastserial.errors import ConfigError, WriteError, write_error
-from fastserial.formats.zip.layout import archive_name
+from fastserial.formats.zip_layout import archive_name
 from fastserial.interrupts import finish
 from fastserial.memory.held_settings import paused_collection
 from fastserial.overlap.snapshot import Snapshot
