@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import _weights_only_unpickler
 
-from fastserial.checkpoints.streaming import FileMemory
+from fastserial.checkpoints.convert import FileMemory
 from fastserial.checkpoints.tensor_read import is_little_endian
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.checkpoints.verify.file_list import read_index

@@ -36,6 +36,7 @@ from fastserial.formats.zip_format import (
     Directory,
     RecordEntry,
 )
+from fastserial.interrupts import raised_by_handler
 from fastserial.loading.pump import Block
 from fastserial.loading.reader import (
     BytesSink,
@@ -302,6 +303,8 @@ class Prefetch:
             try:
                 blocks = list(plan_blocks(self._allocated(group), self._pump))
             except (RuntimeError, MemoryError) as error:  # if it is needed, torch will say so
+                if raised_by_handler(error):
+                    raise
                 group.records.clear()
                 self.error = error.with_traceback(None)  # which would keep memory
                 return

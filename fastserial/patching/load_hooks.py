@@ -179,6 +179,8 @@ def _read_ahead(
         reader = load.open_reader(source, source.size if devices is None else 0)
         load.prefetch = Prefetch(reader, records, load.config.verify_on_load, devices)
     except Exception as error:  # no such engine, no memory: what torch reads is verified, too
+        if raised_by_handler(error):
+            raise
         load.fallback = str(error)
 
 
@@ -219,6 +221,8 @@ def load_legacy_storages(
         try:
             end = read_storages(load.open_reader(source), storages, keys, offset)
         except Exception as error:  # torch reads it again, and reports what is wrong
+            if raised_by_handler(error):
+                raise
             load.fallback = str(error)
         else:
             source.file.seek(end)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastserial.checkpoints.streaming import FileMemory
+from fastserial.checkpoints.convert import FileMemory
 from fastserial.distributed.dcp.item_layout import outermost_first
 from fastserial.distributed.dcp.item_structure import ItemTensor, tensor_in
 from fastserial.distributed.ranks.exchange import MemorySlice
