@@ -73,9 +73,6 @@ FEW_CORES = 4
 PINNED_RING = 32 * MiB
 PINNED_MOST = 64 * MiB
 THROUGH_RING = 1 * MiB  # a copy of less is over before a ring is set up
-# Bytes of storages for each of the pickle, from which on it is read an extra time to learn which
-# device each storage came from: that takes 0.5 to 1 microsecond a byte.
-PICKLE_SHARE = 10_000
 
 # -- loads -----------------------------------------------------------------------------------------
 

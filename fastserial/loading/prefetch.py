@@ -179,7 +179,7 @@ class Prefetch:
         file: FastFileReader,
         entries: Sequence[RecordEntry],
         verify: bool,
-        devices: Mapping[str, torch.device] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Plan to read stored, not empty records.
 
@@ -187,19 +187,19 @@ class Prefetch:
             file: nothing else reads from it; closed by `close`.
             entries: what to read; their `data_offset` may be wrong (see `take`).
             verify: check each record's CRC-32.
-            devices: where records are to go, by name; the others stay on the host. With devices all
-                records are read together, and none of those is ever whole in host memory.
+            device: where they are to go; None: host memory. To a device all records are read
+                together, and none is ever whole in host memory.
         """
         self.error: BaseException | None = None
         self.wait_seconds = 0.0
         self._file = file
         self._pid = os.getpid()
         self._pump = file.blocks
-        self._devices = devices or {}
+        self._device = device
         policy = self._pump.policy
-        self._alignment = 0 if policy.never_direct or self._devices else policy.alignment
+        self._alignment = 0 if policy.never_direct or device is not None else policy.alignment
         self._pages = HugePages()
-        self._unread = [_RecordGroup(entries, 0)] if self._devices else _groups_of(entries)
+        self._unread = _groups_of(entries) if device is None else [_RecordGroup(entries, 0)]
         self._group_of = {entry.name: group for group in self._unread for entry in group.entries}
         self._wanted: _RecordGroup | None = None  # that the caller waits for
         self._held = 0  # bytes of records that have memory and were not taken
@@ -323,15 +323,15 @@ class Prefetch:
         Raises:
             RuntimeError, MemoryError: there is no memory, or a device failed.
         """
+        device = self._device
         for entry in group.entries:
-            device = self._devices.get(entry.name)
             group.records[entry.name] = (
                 _HostRecord(entry, self._alignment)
                 if device is None
                 else _DeviceRecord(entry, device)
             )
         records = group.records.values()
-        if self._devices:
+        if device is not None:
             self._file.attend([record.storage for record in records])
         return [read for one in records for read in one.reads(self._checked, self._file.ring)]
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import mmap
 import resource
+import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from time import perf_counter
 from typing import Any, BinaryIO
+
+import torch
 
 from fastserial.config import Config, current
 from fastserial.config.performance import (
@@ -183,6 +186,46 @@ def is_small(source: FileSource, config: Config) -> bool:
     if source.size > SMALL_CACHED_LOAD * config.small_file:
         return False
     return (cached_fraction(source.fd, 0, source.size) or 0.0) >= MOSTLY_CACHED
+
+
+# -- devices -------------------------------------------------------------------------------------
+
+_HOST = "cpu"
+
+
+def device_of(map_location: Any, stock: Any) -> torch.device | None:
+    """Return the device to read all storages to, where torch would move them.
+
+    None: they are read to the host, and torch decides where each goes.
+
+    Args:
+        map_location: of `torch.load`.
+        stock: torch's reader of the file.
+    """
+    if not isinstance(map_location, str | torch.device) or str(map_location) == _HOST:
+        return None  # torch is not asked for its devices: that would initialize CUDA
+    try:
+        device = torch.device(map_location)
+    except RuntimeError:  # torch will say so
+        return None
+    module: Any = getattr(torch, device.type, None)
+    if not has_streams(device) or not module.is_available():
+        return None
+    index = module.current_device() if device.index is None else device.index
+    name = "byteorder"  # torch swaps bytes on the host
+    in_our_order = stock.has_record(name) and stock.get_record(name) == sys.byteorder.encode()
+    if index >= module.device_count() or not in_our_order or not _only_torchs_own():
+        return None
+    return torch.device(device.type, index)
+
+
+def _only_torchs_own() -> bool:
+    """Return whether only torch's own functions move storages to devices."""
+    serialization: Any = torch.serialization
+    return all(
+        getattr(restore, "func", restore).__module__ == serialization.__name__
+        for _, _, restore in serialization._package_registry
+    )
 
 
 # -- the legacy container ------------------------------------------------------------------------

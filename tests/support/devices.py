@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from fastserial.checkpoints import tensor_read
-from fastserial.loading import device_records, reader, session
+from fastserial.loading import reader, session
 from fastserial.memory import buffers, devices
 from fastserial.memory.devices import Pinned
 from fastserial.patching import load_hooks
@@ -230,7 +230,5 @@ def loaded_to(
     # nothing of the host's comes for free: a real device's caller is waited for
     patch.setattr(reader, "synchronize", lambda found: device.finish())
     patch.setattr(torch.cpu, "current_device", lambda: 0)
-    patch.setattr(load_hooks, "_names_device", lambda place, *file: place != "cpu")
     patch.setattr(load_hooks, "FEW_LEGACY_BYTES", 0)
-    patch.setattr(device_records, "has_streams", lambda place: True)
-    patch.setattr(device_records, "_HOST", "host")
+    patch.setattr(session, "_HOST", "host")
