@@ -146,7 +146,7 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
 
 
 def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:
-    container = open_container(DescriptorSource(fd), name, limits, all_records=True)
+    container = open_container(DescriptorSource(fd), name, limits)
     found = container.outline
     return Inspection(
         path=name,

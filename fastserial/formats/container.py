@@ -192,14 +192,11 @@ class ZipContainer(FileContainer):
 
     format = Format.ZIP.value
 
-    def __init__(
-        self, source: Source, limits: Limits | None = None, all_records: bool = False
-    ) -> None:
+    def __init__(self, source: Source, limits: Limits | None = None) -> None:
         """Read its directory.
 
         Args:
             limits: on its pickle.
-            all_records: each local header is read, and records may have one name and differ.
 
         Raises:
             CorruptCheckpointError: it is damaged.
@@ -208,7 +205,7 @@ class ZipContainer(FileContainer):
         """
         super().__init__(source)
         self._limits = limits
-        self.directory = read_directory(source) if all_records else read_places(source)
+        self.directory = read_places(source)
         self.records: Sequence[RecordEntry] = self.directory.records
         self.archive_name = self.directory.archive_name
 
@@ -428,16 +425,13 @@ def _begins_like_pickle(path: str) -> bool:
         return False
 
 
-def open_container(
-    source: Source, path: str, limits: Limits | None = None, all_records: bool = False
-) -> Container:
+def open_container(source: Source, path: str, limits: Limits | None = None) -> Container:
     """Return what a file, or a folder, says of its contents.
 
     Args:
         source: the file; a folder needs a `DescriptorSource`.
         path: its path, which counts where the first bytes do not decide; errors name it.
         limits: on its pickle.
-        all_records: as of `ZipContainer`.
 
     Raises:
         CorruptCheckpointError: it is damaged.
@@ -450,7 +444,7 @@ def open_container(
         if found is Format.DAMAGED_ZIP:
             raise CorruptCheckpointError(found.value, offset=0)
         if found is Format.ZIP:
-            return ZipContainer(source, limits, all_records)
+            return ZipContainer(source, limits)
         if found is Format.LEGACY:
             return LegacyContainer(source, limits)
         if found is Format.SAFETENSORS:

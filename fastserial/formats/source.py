@@ -185,16 +185,6 @@ class ByteStream:
         self.at = at + length
         return self.chunk[at : at + length]
 
-    def skip(self, length: int) -> None:
-        """Skip `length` bytes.
-
-        Raises:
-            CorruptCheckpointError: there are not as many.
-        """
-        if self.tell() + length > self._end:
-            raise CorruptCheckpointError("the pickle ends too early", offset=self._end)
-        self.at += length
-
     def readline(self) -> bytes:
         """Return the bytes up to the next newline, which is included.
 
