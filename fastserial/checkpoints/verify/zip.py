@@ -15,7 +15,6 @@ from fastserial.errors import (
     CheckpointFileError,
     CorruptCheckpointError,
     PickleLimitError,
-    UnreadableCheckpointError,
 )
 from fastserial.formats import zip_format, zip_layout
 from fastserial.formats.source import Source
@@ -44,13 +43,6 @@ _DEFLATED = (0, 20, 0, 0, 0, 0, 0)  # the code in a TorchScript archive
 _LONGEST_GAP = zip_format.DESCRIPTOR64.size + LOCAL.size + 2 * U16
 _STORAGE = re.compile(r"data/\d+")
 _VERSIONS = ("version", ".data/version")
-# Records of archives of torch that are no checkpoints, and what reads these.
-_OTHERS = {
-    ".data/extern_modules": "torch.package.PackageImporter",
-    ".data/python_version": "torch.package.PackageImporter",
-    "archive_format": "torch.export.load",
-    "serialized_exported_program.json": "torch.export.load",
-}
 _MOST_VERSION = 64
 _MOST_PICKLE = _MOST_INFLATED = 256 * 1024 * 1024
 
@@ -59,21 +51,15 @@ def verify_zip(archive: FilePart, report: VerifyReport) -> None:
     """Check every record's CRC-32 and the whole structure of a zip archive.
 
     Raises:
-        TruncatedCheckpointError: the file becomes shorter.
+        CorruptCheckpointError: its directory is damaged, or it becomes shorter.
+        UnreadableCheckpointError: its directory cannot be read, so it may be whole.
         OSError: the file's directory cannot be read.
     """
     source, report.format = archive.source, "zip"
-    try:
-        directory = read_directory(source, headers=False)
-        torch_made = _is_torch_made(source, directory)
-        if not torch_made:
-            directory = read_directory(source)
-    except UnreadableCheckpointError as error:  # it may be whole: that cannot be decided
-        report.undecided(error.message)
-        return
-    except CorruptCheckpointError as error:
-        report.add_error(error)
-        return
+    directory = read_directory(source, headers=False)
+    torch_made = _is_torch_made(source, directory)
+    if not torch_made:
+        directory = read_directory(source)
     records = directory.in_file_order()
     report.records = len(records)
     crcs = archive.checksums([(record.data_offset, record.compressed_size) for record in records])
@@ -367,7 +353,6 @@ def _check_purpose(source: Source, directory: Directory, report: VerifyReport) -
     """
     records = directory.records
     names = {record.name for record in records}
-    reader = next((_OTHERS[name] for name in _OTHERS if name in names), None)
     # torch takes the folder of all records from the first one
     inside = b"/" in records[0].full_name
     if not inside and any(record.full_name == PICKLE.encode() for record in records):
@@ -376,8 +361,6 @@ def _check_purpose(source: Source, directory: Directory, report: VerifyReport) -
     elif PICKLE in names:
         for problem in _checkpoint(source, directory, names):
             report.add(problem)
-    elif reader is not None:
-        report.notes.append(f"torch.load does not read this archive, {reader} does")
     elif any(_STORAGE.fullmatch(name) for name in names):
         report.add(Problem("pickle", "there is no such record: torch cannot load it", PICKLE))
     else:
