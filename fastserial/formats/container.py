@@ -337,23 +337,19 @@ class FolderContainer(Container):
             )
         return {name: self.read_metadata(name) for name in self.metadata_files}
 
-    def joined(self) -> Metadata:
-        """Return what all metadata files say together.
+    def of_all_ranks(self) -> Metadata:
+        """Return what the metadata file of all ranks says.
 
         Raises:
-            ConvertError: ranks have the same key, each in a checkpoint of its own.
+            ConvertError: each rank saved a checkpoint of its own.
             CorruptCheckpointError, PickleLimitError, OSError: as `metadata`.
         """
         whole, *others = self.metadata.values()
-        for other in others:
-            twice = whole.keys & other.keys
-            if twice:
-                raise ConvertError(
-                    f"{self.path}: each rank saved a checkpoint of its own "
-                    f"(use_collectives=False), and {min(twice)!r} is in several of them: load it "
-                    "with torch.distributed.checkpoint"
-                )
-            whole.add(other)
+        if others:
+            raise ConvertError(
+                f"{self.path}: each rank saved a checkpoint of its own (use_collectives=False): "
+                "load it with torch.distributed.checkpoint"
+            )
         return whole
 
     @cached_property

@@ -135,20 +135,6 @@ class Metadata:
     ours: bool
     globals: frozenset[Global]
 
-    @property
-    def keys(self) -> set[str]:
-        """The keys of tensors and values."""
-        return self.tensors.keys() | set(self.values)
-
-    def add(self, other: Metadata) -> None:
-        """Add what another rank saved by itself."""
-        self.tensors.update(other.tensors)
-        self.values += other.values
-        self.paths.update(other.paths)
-        self.items += other.items
-        self.missing += other.missing
-        self.globals |= other.globals
-
 
 def parse(source: Source, path: str) -> Metadata:
     """Parse the contents of a `.metadata`. Nothing is imported or called.

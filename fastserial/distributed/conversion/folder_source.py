@@ -123,7 +123,7 @@ class FolderSource:
 
         Raises:
             ConvertError: a value needs more than `weights_only` allows, an item went through an
-                extension of stock's writer, or ranks have one key in checkpoints of their own.
+                extension of stock's writer, or each rank saved a checkpoint of its own.
             CorruptCheckpointError: it is damaged, or no save was completed.
             OSError: it cannot be read.
         """
@@ -134,7 +134,7 @@ class FolderSource:
         self._untouched: Untouched | None = None
         self._memory: dict[int, Memory] = {}  # of the tensors, by the address of their storages
         try:
-            found = FolderContainer(path).joined()
+            found = FolderContainer(path).of_all_ranks()
             self.container = "dcp"
             self.value = self._state(found)
         except BaseException:
