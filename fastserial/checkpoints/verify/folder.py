@@ -7,9 +7,8 @@ from collections import Counter
 from dataclasses import replace
 from math import prod
 
-from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.report import Problem, VerifyReport
-from fastserial.checkpoints.verify.zip import verify_zip
+from fastserial.checkpoints.verify.zip import FilePart, verify_zip
 from fastserial.checksums import crc_mismatch
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
