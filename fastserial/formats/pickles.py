@@ -166,8 +166,11 @@ class _SymbolicUnpickler(pickle._Unpickler):
         """Return the next bytes.
 
         Raises:
+            CorruptCheckpointError: there are not as many.
             PickleLimitError: all values together take more than the limits allow.
         """
+        if nbytes > self.budget:
+            self.stream.expect(nbytes)  # a length past the end is damage
         self.spend(nbytes)
         return self.stream.read(nbytes)
 

@@ -159,15 +159,23 @@ class ByteStream:
         """Return the offset of the next byte."""
         return self._offset + self.at
 
+    def expect(self, length: int) -> None:
+        """Raise if there are not `length` more bytes.
+
+        Raises:
+            CorruptCheckpointError: there are not as many.
+        """
+        if self.tell() + length > self._end:
+            raise CorruptCheckpointError("the pickle ends too early", offset=self._end)
+
     def load_chunk(self, length: int) -> None:
         """Make the chunk begin with the next `length` bytes, and `at` zero.
 
         Raises:
             CorruptCheckpointError: there are not as many.
         """
+        self.expect(length)
         offset = self.tell()
-        if offset + length > self._end:
-            raise CorruptCheckpointError("the pickle ends too early", offset=self._end)
         size = min(max(length, STREAM_CHUNK), self._end - offset)
         self.chunk = self._source.read_at(offset, size)
         self._offset, self.at = offset, 0
