@@ -139,7 +139,8 @@ class FolderSource:
         self._files = Descriptors()
         self._opened: dict[str, tuple[int, FileStamp]] = {}
         self._untouched: Untouched | None = None
-        self._memory: dict[int, Memory] = {}  # of the tensors, by the address of their storages
+        self.keys: dict[int, str] = {}  # of the tensors, by the address of their storages
+        self._memory: dict[int, Memory] = {}  # likewise
         try:
             found = FolderContainer(path).joined()
             self.container = "dcp"
@@ -154,6 +155,10 @@ class FolderSource:
         if found is None or (start == 0 and nbytes == found.nbytes):
             return found
         return MemorySlice(found, start, nbytes)
+
+    def offset_of(self, storage: torch.UntypedStorage) -> int:
+        """Return the address of a storage, which stands for what is in several files."""
+        return storage.data_ptr()
 
     def in_order(self, tensor: torch.Tensor) -> Memory | None:
         """Return the source of a tensor's bytes, in the order of its elements."""
@@ -196,18 +201,19 @@ class FolderSource:
             if tensor.numel():
                 memory = ChunkedMemory((*stored.shape, dtype.itemsize), chunks[key])
                 self._memory[tensor.data_ptr()] = memory
+                self.keys[tensor.data_ptr()] = key
         for key in found.values:
             flat[key] = self._value(items[key][0])
         order = [*found.paths, *flat]
         ordered = {key: flat[key] for key in dict.fromkeys(order) if key in flat}
-        self._warn_of_text(found)
+        self._paths = found.paths
         return _nested(ordered, found.paths)
 
-    def _warn_of_text(self, found: Metadata) -> None:
+    def warn_of_text(self) -> None:
         """Warn of keys that may have been integers: no optimizer takes its state without them."""
         text = [
             key
-            for key, path in found.paths.items()
+            for key, path in self._paths.items()
             if any(type(part) is str and part.isdecimal() for part in path)
         ]
         if text:
@@ -216,7 +222,7 @@ class FolderSource:
                 f"{self._path}: numbers among the keys of {text[0]!r}{more} are text, as "
                 "torch.distributed.checkpoint saves them: if they were integers, as in an "
                 "optimizer's state, make them so again before `load_state_dict`",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def _chunks(self, key: str, stored: Stored, items: list[Item]) -> list[StoredChunk]:

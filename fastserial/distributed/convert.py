@@ -93,4 +93,6 @@ def _opened(name: str, is_dcp: bool, verify: bool) -> ConvertSource:
         return open_source(name, verify)
     from fastserial.distributed.conversion import FolderSource
 
-    return FolderSource(name)
+    source = FolderSource(name)
+    source.warn_of_text()
+    return source

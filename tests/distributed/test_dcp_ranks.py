@@ -76,6 +76,12 @@ def test_sharded_tensors(tmp_path: Path) -> None:
     assert ranks.run("dcp_sharded_tensors", 2, tmp_path) == ["25\n"] * 2
 
 
+@pytest.mark.parametrize("who", ["ours", "stock"])
+def test_a_folder_fills_modules_optimizers_and_any_placement(who: str, tmp_path: Path) -> None:
+    """By `distributed.load`."""
+    assert ranks.run("load_dcp", 2, tmp_path / "folder", who) == ["damaged\n"] * 2
+
+
 def test_a_plan_is_kept_until_something_changes_on_some_rank(tmp_path: Path) -> None:
     planned = ranks.run("dcp_plans", 4, tmp_path)[0].split()
     assert planned == ["1", "1"], "the plans of two groups were mixed up"

@@ -456,12 +456,15 @@ class FastLoadPlanner(DefaultLoadPlanner):
         dcp.load({"step": 0}, storage_reader=reader, planner=distributed.FastLoadPlanner())
 
     It takes the arguments of `DefaultLoadPlanner`. Each rank keeps its own plan: none is sent.
+
+    Attributes:
+        views: what is filled of DTensors.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._own: LoadPlan | None = None
-        self._views: dict[MetadataIndex, torch.Tensor] = {}
+        self.views: dict[MetadataIndex, torch.Tensor] = {}
 
     def create_local_plan(self) -> LoadPlan:
         """Make and keep this rank's plan; return an empty one.
@@ -478,7 +481,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
             finally:
                 if self.state_dict is shown:  # torch flattens anew for an old checkpoint
                     self.state_dict = state
-            self._views = {
+            self.views = {
                 MetadataIndex(key, torch.Size(box.offsets)): view
                 for key, one in shown.items()
                 if isinstance(one, HeldShards)
@@ -495,5 +498,5 @@ class FastLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the tensor of an index."""
-        view = self._views.get(index)
+        view = self.views.get(index)
         return view if view is not None else super().lookup_tensor(index)

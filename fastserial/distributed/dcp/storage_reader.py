@@ -9,7 +9,7 @@ import contextlib
 import errno
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -164,17 +164,25 @@ class ShardReader:
         odd: requests for items that only torch can load; they are left to stock's reader.
     """
 
-    def __init__(self, reader: FastFileReader, planner: LoadPlanner, verify: bool) -> None:
+    def __init__(
+        self,
+        reader: FastFileReader,
+        planner: LoadPlanner,
+        verify: bool,
+        between: Callable[[], None],
+    ) -> None:
         """Read from `reader` for `planner`.
 
         Args:
             verify: compare the CRC-32 of each item.
+            between: called now and then.
         """
         self.all_verified = verify
         self.odd: list[ReadItem] = []
         self._reader = reader
         self._planner = planner
         self._verify = verify
+        self._between = between
 
     def read(self, items: Sequence[WantedItem]) -> None:
         """Read items, and pass them to the planner.
@@ -246,7 +254,7 @@ class ShardReader:
                 of_records.append(wanted)
             else:
                 self.all_verified = False
-        parts = PartReader(self._reader, records, whole=True)
+        parts = PartReader(self._reader, records, whole=True, between=self._between)
         parts.read_own(targets)
         whole = {
             piece.record: piece.crc
@@ -300,6 +308,9 @@ class FastStorageReader(FileSystemReader):
         dcp.load(state, storage_reader=distributed.FastStorageReader("folder"))
 
     Reads folders of stock's writer as well.
+
+    Attributes:
+        between: called now and then while items are read.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, **stock: Any) -> None:
@@ -313,6 +324,7 @@ class FastStorageReader(FileSystemReader):
         """
         super().__init__(path, **stock)
         self._verify = verify
+        self.between: Callable[[], None] = lambda: None
         self._metadata: Metadata | None = None
         self._tensors: dict[tuple[str, Any], tuple[torch.dtype, tuple[int, ...]]] = {}
         self._seen: tuple[str, FileStamp] | None = None  # path of `.metadata`, and its state
@@ -395,12 +407,12 @@ class FastStorageReader(FileSystemReader):
         for file, wanted in files.items():
             began = perf_counter()
             with FastFileReader(os.path.join(self.path, file)) as reader:
-                found = ShardReader(reader, planner, self._verify)
+                found = ShardReader(reader, planner, self._verify, self.between)
                 with reader.translated(), paused_collection():
                     found.read(wanted)
-                report_load(
-                    reader.blocks.counts,
-                    reader.config,
+                self.report(
+                    counts=reader.blocks.counts,
+                    config=reader.config,
                     path=reader.name,
                     container="dcp",
                     seconds=perf_counter() - began,
@@ -411,6 +423,10 @@ class FastStorageReader(FileSystemReader):
                 )
             for request in found.odd:
                 self._read_by_stock(request, planner, reader.name)
+
+    def report(self, **found: Any) -> None:
+        """Publish what was read of a file: the arguments of `report_load`."""
+        report_load(**found)
 
     def _read_by_stock(self, request: ReadItem, planner: LoadPlanner, file: str) -> None:
         try:
