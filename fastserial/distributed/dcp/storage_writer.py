@@ -53,7 +53,7 @@ _Copies = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 def _copy(value: Any, copies: _Copies) -> Any:
     if isinstance(value, ShardedTensor):
-        return _copy_sharded(value)
+        return copy.deepcopy(value) if value.device.type == "cpu" else value.to(device="cpu")
     if isinstance(value, torch.Tensor):
         found = copies.get(id(value))
         if found is None:
@@ -66,13 +66,6 @@ def _copy(value: Any, copies: _Copies) -> Any:
         return tuple(items) if isinstance(value, tuple) else items
     if value is None or isinstance(value, int | float | str | bytes):
         return value
-    return copy.deepcopy(value)
-
-
-def _copy_sharded(value: ShardedTensor) -> Any:
-    """Return a copy with shards of its own."""
-    if value.device.type != "cpu":
-        return value.to(device="cpu")
     return copy.deepcopy(value)
 
 
