@@ -185,14 +185,6 @@ def test_a_planner_that_was_used_can_be_pickled(tmp_path: Path) -> None:
     assert FastStorageReader(tmp_path).read_metadata().state_dict_metadata["a"].size == (4,)
 
 
-@ALONE
-def test_a_key_is_in_the_metadata_once(tmp_path: Path) -> None:
-    for _ in range(2):
-        state = {"an unusual key": torch.ones(3)}
-        dcp.save(state, storage_writer=FastStorageWriter(tmp_path), planner=FastSavePlanner())
-        assert (tmp_path / ".metadata").read_bytes().count(b"an unusual key") == 1
-
-
 def test_collections_are_paused_while_torch_has_the_results() -> None:
     before = gc.get_threshold()
     results = storage_writer._Results([])

@@ -216,21 +216,13 @@ class LoadTask:
     def _decide(self, found: Sequence[_Compared], names: Sequence[str]) -> _LoadDecision:
         """Return rank 0's decision for all ranks."""
         unexpected = sorted(set.intersection(*(one.unused for one in found)))
-        lines = _by_rank([one.problems for one in found])
+        problems = [one.problems for one in found]
         if len({one.call for one in found}) > 1:
-            lines.append("broadcast, strict and verify_on_load are not the same on all ranks")
-        if self._strict:
-            missing = _by_rank([one.missing for one in found])
-            if missing:
-                lines.append(f"not in the file: {_listed(missing)}")
-            if unexpected:
-                extra = [names[number] for number in unexpected]
-                lines.append(f"only in the file: {_listed(extra)}")
-        refusal = ""
-        if lines:
-            more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-            text = "\n\t".join([*lines[:_SHOWN], *more])
-            refusal = f"{self.path} does not fit what is to be filled:\n\t{text}"
+            text = "broadcast, strict and verify_on_load are not the same on all ranks"
+            problems = [[*some, text] for some in problems]
+        extra = [names[number] for number in unexpected]
+        missing = [one.missing for one in found]
+        refusal = refusal_of(self.path, problems, missing, extra, self._strict)
         return _LoadDecision(refusal, unexpected, [one.wanted for one in found])
 
     # -- bytes ---------------------------------------------------------------------------------
@@ -335,6 +327,31 @@ class LoadTask:
             missing_keys=tuple(self._match.missing),
             unexpected_keys=self._unexpected,
         )
+
+
+def refusal_of(
+    path: str,
+    problems: Sequence[Sequence[str]],
+    missing: Sequence[Sequence[str]],
+    unexpected: Sequence[str],
+    strict: bool,
+) -> str:
+    """Return why a checkpoint does not fit what is to be filled, empty if it does.
+
+    Args:
+        problems, missing: of each rank.
+        unexpected: what no rank wants.
+    """
+    lines = _by_rank(problems)
+    if strict:
+        absent = _by_rank(missing)
+        lines += [f"not in the file: {_listed(absent)}"] if absent else []
+        lines += [f"only in the file: {_listed(unexpected)}"] if unexpected else []
+    if not lines:
+        return ""
+    more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    text = "\n\t".join([*lines[:_SHOWN], *more])
+    return f"{path} does not fit what is to be filled:\n\t{text}"
 
 
 def _by_rank(texts_of_ranks: Sequence[Sequence[str]]) -> list[str]:

@@ -7,7 +7,6 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
-from typing import TypeVar
 
 import torch
 
@@ -24,13 +23,11 @@ from fastserial.distributed.plan.schedule import (
     Schedule,
 )
 from fastserial.distributed.ranks.exchange import (
-    Elements,
     Exchange,
     GatheredMemory,
     MemorySlice,
     held_in_box,
     held_in_range,
-    view_in_box,
 )
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.state.tables import RecordSources
@@ -44,7 +41,6 @@ from fastserial.saving.fill import write_all
 _CRC = struct.Struct("<I")
 _CRC_AT = 4  # in a data descriptor
 _SEALED = 8  # bytes of a data descriptor up to the end of its CRC-32
-_Cut = TypeVar("_Cut")
 
 
 class ShardWriter:
@@ -94,7 +90,7 @@ class ShardWriter:
             moves = [move for move in sends if move.piece.record != CONTAINER]
             pieces = [piece for piece in self._made.locals() if piece.record != CONTAINER]
             for move in moves:
-                view = self._held_as(move, view_in_box)
+                view = self._view_of(move)
                 parts.append(StoragePart(GatheredMemory(view, 0, view.nbytes), 0, view.nbytes))
             parts += [self._sources[p.source].part(p.start, p.length) for p in pieces]
             self._taken = dict(zip((*moves, *pieces), taken.take(parts), strict=True))
@@ -220,7 +216,7 @@ class ShardWriter:
         yield
         self.seconds[phase] += perf_counter() - began
 
-    def _held(self, move: Move) -> Elements:
+    def _held(self, move: Move) -> torch.Tensor:
         """Return what this rank sends of a move."""
         memory = self._taken.get(move)
         if memory is not None:
@@ -232,16 +228,14 @@ class ShardWriter:
             found = torch.empty(shape, dtype=dtype, device="cpu")
             memory.copy_to(found.data_ptr(), 0, found.nbytes)
             return found
-        return self._held_as(move, held_in_box)
+        return self._view_of(move)
 
-    def _held_as(
-        self, move: Move, cut: Callable[[torch.Tensor, Box, Box], _Cut]
-    ) -> _Cut | torch.Tensor:
-        """Return what this rank sends of a move, cut from its memory as a run or as a view."""
+    def _view_of(self, move: Move) -> torch.Tensor:
+        """Return the view of this rank's memory that it sends of a move."""
         if move.part is None:
             return self._held_alone(move.piece)
         view, whole = self._part_of(move.piece, move.part)
-        return cut(view, whole, move.part)
+        return held_in_box(view, whole, move.part)
 
     def _held_alone(self, piece: FileRange) -> torch.Tensor:
         """Return bytes that rank 0 alone has."""
@@ -259,7 +253,7 @@ class ShardWriter:
                 return view, whole
         raise ValueError(f"this rank has no {part} of {self._sources[piece.source].key}")
 
-    def _in_tile(self, move: Move, tile: torch.Tensor) -> Elements:
+    def _in_tile(self, move: Move, tile: torch.Tensor) -> torch.Tensor:
         """Return where what a move brings belongs."""
         piece, at, _, part = move
         flat = tile[at : at + piece.length]
