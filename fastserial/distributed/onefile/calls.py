@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastserial.distributed.onefile.loader import load_file
-from fastserial.distributed.onefile.safetensors import holds_safetensors, load_folder, save_folder
+from fastserial.distributed.onefile.safetensors import save_folder
 from fastserial.distributed.onefile.saver import TIMEOUT, Writers, save_file
 from fastserial.errors import ConfigError
 from fastserial.reports import LoadReport, SaveReport
@@ -85,8 +85,8 @@ def load(
         distributed.load("ckpt.pt", target)  # on every rank
 
     The file is any that `torch.load` reads with `weights_only=True`: of stock torch or of `save`,
-    zip or legacy, saved from any placement. Only the bytes that
-    some rank needs are read, each by one rank, which sends it on.
+    zip or legacy, saved from any placement. Or it is a folder with the safetensors files of a
+    model. Only the bytes that some rank needs are read, each by one rank, which sends it on.
 
     Args:
         path: the file; every rank must see it, or a copy of it.
@@ -112,6 +112,4 @@ def load(
         Exception: code of the user's failed on this rank, such as a module's load hook.
         RuntimeError: the process group has no store (MPI).
     """
-    if holds_safetensors(path):
-        return load_folder(path, into, group, broadcast, strict, cast, timeout)
     return load_file(path, into, group, broadcast, strict, cast, timeout)
