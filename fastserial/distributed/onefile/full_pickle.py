@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import pickle
-import weakref
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -135,98 +133,71 @@ class FileLayout(ZipArchive):
 
 
 _PROTOCOL = 2  # torch.save's default
-# Types of most of what is in a pickle. torch asks each object whether it is a storage, which takes
-# as long as the rest.
-_NO_STORAGES = frozenset(
-    {type(None), bool, int, float, str, bytes, tuple, list, dict, OrderedDict, FunctionType, type}
-)
 
 
-class StandIns:
-    """What torch pickles instead of tensors that no rank holds as a whole.
+def lay_out(archive: str, state: object, values: Sequence[Any], table: StateTable) -> FileLayout:
+    """Let torch pickle a state with its sharded tensors as whole ones.
 
-    They are made of a table, and fit every state whose table is the same (`facts`). None of a
-    state's own tensors is kept.
+    Args:
+        archive: the name that torch puts before the records' names.
+        values: the leaves of the state.
+        table: of them.
+
+    Raises:
+        OSError: there are not as many addresses.
+        Exception: whatever pickling the object raises.
     """
-
-    def __init__(self, table: StateTable, values: Sequence[Any]) -> None:
-        """Make them.
-
-        Args:
-            values: the leaves of the state.
-
-        Raises:
-            OSError: there are not as many addresses.
-        """
-        untouched = Untouched(sum(spec.nbytes for spec in table.specs), len(table.specs))
-        weakref.finalize(self, untouched.close)
-        self._sources = table.of_leaves
-        self._plain = [not isinstance(leaf, LeafSpec) and is_plain(leaf) for leaf in values]
-        self._numbers: dict[int, int] = {}  # of the sources, by the address of what stands for them
-        self._made = _made_for(table, values, untouched, self._numbers)
-        # As torch's pickler takes them apart, which is half of what pickling them takes.
-        self._reduced = {
-            number: _reduced(made)
-            for number, made in self._made.items()
-            if isinstance(made, torch.Tensor)
-        }
-
-    def lay_out(self, archive: str, state: object, values: Sequence[Any]) -> FileLayout:
-        """Let torch pickle a state with its sharded tensors as whole ones.
-
-        Args:
-            archive: the name that torch puts before the records' names.
-            values: the leaves of the state.
-
-        Raises:
-            Exception: whatever pickling the object raises.
-        """
-        of_leaf: dict[int, int] = {}
-        of_storage: dict[int, int] = {}
-        for leaf, number, plain in zip(values, self._sources, self._plain, strict=True):
-            if plain:
-                of_storage[leaf.untyped_storage()._cdata] = number
-            else:
-                of_leaf[id(leaf)] = number
-        laid_out = FileLayout(archive, self._numbers, of_storage)
-        module: Any = SimpleNamespace(Pickler=self._pickler(of_leaf, of_storage))
+    of_leaf: dict[int, int] = {}
+    of_storage: dict[int, int] = {}
+    for leaf, number in zip(values, table.of_leaves, strict=True):
+        if not isinstance(leaf, LeafSpec) and is_plain(leaf):
+            of_storage[leaf.untyped_storage()._cdata] = number
+        else:
+            of_leaf[id(leaf)] = number
+    untouched = Untouched(sum(spec.nbytes for spec in table.specs), len(table.specs))
+    try:
+        numbers: dict[int, int] = {}  # of the sources, by the address of what stands for them
+        made = _made_for(table, values, untouched, numbers)
+        laid_out = FileLayout(archive, numbers, of_storage)
+        module: Any = SimpleNamespace(Pickler=_pickler(of_leaf, of_storage, made))
         save: Any = torch.serialization._save
         save(state, laid_out, module, _PROTOCOL, False)
-        return laid_out
+    finally:
+        untouched.close()
+    return laid_out
 
-    def _pickler(
-        self, of_leaf: Mapping[int, int], of_storage: Mapping[int, int]
-    ) -> type[pickle.Pickler]:
-        """Return what pickles leaves with sources, given by their `id`, by what stands for them."""
-        reduced, made = self._reduced, self._made
 
-        class StandInPickler(pickle.Pickler):
-            def __init_subclass__(cls) -> None:
-                """Let torch's own look at what may be a storage only."""
-                ask: Any = cls.persistent_id
-                cls.persistent_id = lambda self, obj: (  # type: ignore[method-assign]
-                    None if type(obj) in _NO_STORAGES else ask(self, obj)
-                )
+def _pickler(
+    of_leaf: Mapping[int, int], of_storage: Mapping[int, int], made: Mapping[int, Any]
+) -> type[pickle.Pickler]:
+    """Return what pickles leaves by what stands for them.
 
-            def reducer_override(self, obj: Any) -> Any:
-                number = of_leaf.get(id(obj))
-                if number is not None and number in reduced:
-                    return reduced[number]
-                if not isinstance(obj, torch.Tensor | FlatShard | LeafSpec):
-                    return NotImplemented
-                if isinstance(obj, LeafSpec) and number is not None:
-                    return _reduced(_joined(obj, made[number]))
-                if isinstance(obj, FlatShard) or as_dtensor(obj) is not None:
-                    raise ValueError(
-                        "a sharded tensor is within an object that is no dict, list or tuple; the "
-                        f"ranks cannot look into it: {obj!r}"
-                    )
-                if type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):
-                    number = of_storage.get(obj.untyped_storage()._cdata, -1)
-                    return _reduced(_on_host(obj, made.get(number)))
+    Args:
+        of_leaf, of_storage: numbers of the sources, by the `id` of sharded leaves, and by the
+            identity of the storages of plain ones.
+        made: what stands for sources.
+    """
+
+    class StandInPickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if not isinstance(obj, torch.Tensor | FlatShard | LeafSpec):
                 return NotImplemented
+            stand_in = made.get(of_leaf.get(id(obj), -1))
+            if isinstance(stand_in, torch.Tensor):
+                return _reduced(stand_in)
+            if isinstance(obj, LeafSpec) and stand_in is not None:
+                return _reduced(_joined(obj, stand_in))
+            if isinstance(obj, FlatShard) or as_dtensor(obj) is not None:
+                raise ValueError(
+                    "a sharded tensor is within an object that is no dict, list or tuple; the "
+                    f"ranks cannot look into it: {obj!r}"
+                )
+            if type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):
+                number = of_storage.get(obj.untyped_storage()._cdata, -1)
+                return _reduced(_on_host(obj, made.get(number)))
+            return NotImplemented
 
-        return StandInPickler
+    return StandInPickler
 
 
 def _made_for(

@@ -24,6 +24,7 @@ from fastserial.distributed.plan.division import FilePlan
 from fastserial.distributed.ranks.group import Traffic, collective, path_of
 from fastserial.distributed.sharding.pieces import as_dtensor, local_of
 from fastserial.distributed.state.states import state_of_module
+from fastserial.distributed.state.tables import StateTable
 from fastserial.errors import ConfigError, write_error
 from fastserial.files.durable import replace_bytes, sync_folders
 from fastserial.formats.extents import Extent, Literal, clip
@@ -107,8 +108,8 @@ class _FileTask(SaveTask):
 
     container = "safetensors"
 
-    def _lay_out(self, kept: Any, state: Any, values: Sequence[Any]) -> Any:
-        numbers = dict(zip(state, kept.table.of_leaves, strict=True))
+    def _lay_out(self, table: StateTable, state: Any, values: Sequence[Any]) -> Any:
+        numbers = dict(zip(state, table.of_leaves, strict=True))
         return _FileLayout(state, numbers)
 
 

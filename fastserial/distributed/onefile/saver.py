@@ -1,7 +1,7 @@
 """`save`: every rank writes a part of one ordinary file, and no rank holds the whole.
 
-1. Each rank makes the table of its state, or takes the last save's if nothing changed, and rank 0
-   lays the file out over memory that is never touched.
+1. Each rank makes the table of its state, and rank 0 lays the file out over memory that is never
+   touched.
 2. If the tables are alike, rank 0 makes the new file and sends the offsets of the records. Each
    rank makes its own schedule, unless the last one was made from the same, and opens the file.
 3. The bytes flow.
@@ -16,13 +16,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastserial.checksums import PartialCrc as Crc
 from fastserial.config import current
-from fastserial.distributed.onefile.full_pickle import FileLayout, StandIns
+from fastserial.distributed.onefile.full_pickle import FileLayout, lay_out
 from fastserial.distributed.onefile.shard_writer import ShardWriter
 from fastserial.distributed.onefile.shared_file import FileIdentity, NewFile, OpenedFile
 from fastserial.distributed.plan.division import FilePlan
@@ -32,7 +31,6 @@ from fastserial.distributed.ranks.exchange import Exchange
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.sharding.pieces import TensorSpec
 from fastserial.distributed.state.agreement import Agreement
-from fastserial.distributed.state.facts import facts_of
 from fastserial.distributed.state.merging import merged
 from fastserial.distributed.state.tables import (
     Grids,
@@ -137,24 +135,17 @@ class _Written(NamedTuple):
     report: RankReport
 
 
-@dataclass(slots=True)
-class _KeptPlan:
+class _KeptPlan(NamedTuple):
     """What is kept of the last save; nothing of the state itself.
 
     Attributes:
-        facts: what the table depends on; None: that is not known.
-        table: of the state.
-        stand_ins: on rank 0: what is pickled instead of tensors.
         made_from: what the next two were made from.
         specs, made: the tensors as all ranks hold them, and what this rank does.
     """
 
-    facts: list[Any] | None
-    table: StateTable
-    stand_ins: StandIns | None = None
-    made_from: tuple[Any, ...] = ()
-    specs: Sequence[TensorSpec] = ()
-    made: Schedule | None = None
+    made_from: tuple[Any, ...]
+    specs: Sequence[TensorSpec]
+    made: Schedule
 
 
 def save_file(
@@ -220,9 +211,8 @@ class SaveTask:
         """
         traffic = self.traffic
         with paused_collection():
-            found, modules, kept = self._plan(obj)
-            if kept.made is None:
-                raise ValueError("nothing was planned")
+            found, modules, table = self._plan(obj)
+            kept = self._schedule(table)
             if self._new is None:
                 self._opened = OpenedFile(self._decision.file)
         planned = perf_counter()
@@ -230,7 +220,7 @@ class SaveTask:
         self._phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
         synchronize_devices(found.values)
         rest = self._laid_out.rest if self._laid_out is not None else ()
-        sources = sources_of(kept.table, kept.specs, found.values, traffic.rank, rest)
+        sources = sources_of(table, kept.specs, found.values, traffic.rank, rest)
         self._writer = ShardWriter(self._decision.plan, kept.made, sources, self._laid_out)
         return found, modules
 
@@ -261,8 +251,8 @@ class SaveTask:
             self._opened.close()
         return self._report(done.report, outcome)
 
-    def _plan(self, obj: object) -> tuple[Leaves, list[Any], _KeptPlan]:
-        """Agree with the other ranks on the plan: the one that all have, or a new one."""
+    def _plan(self, obj: object) -> tuple[Leaves, list[Any], StateTable]:
+        """Agree with the other ranks on the plan; on rank 0, make the new file."""
         traffic = self.traffic
         found = leaves(obj)
         modules, state = found.live, obj
@@ -273,44 +263,33 @@ class SaveTask:
             state = merged(state, traffic, buffers)
         if state is not obj:
             found = leaves(state)
-        kept = self._known(found, buffers)
-        table = kept.table
+        table = table_of(found, traffic.rank, traffic.ranks, buffers)
         agreement = Agreement(found, table, traffic, self.config)
         if traffic.rank == 0:
-            self._laid_out = self._lay_out(kept, state, found.values)
+            self._laid_out = self._lay_out(table, state, found.values)
         mine = StateSummary(
             node_name(), table.ranges(), table.grids, agreement.digest, agreement.sums
         )
-        self._decision = decision = traffic.decide(mine, self._decide)
-        if not decision.agreed:
+        self._decision = traffic.decide(mine, self._decide)
+        if not self._decision.agreed:
             agreement.settle()
+        return found, modules, table
+
+    def _schedule(self, table: StateTable) -> _KeptPlan:
+        """Return what this rank does: that of the last save, if it was made from the same."""
+        traffic, decision = self.traffic, self._decision
         made_from = decision.plan, decision.ranges, decision.grids, table.digest
-        if self._makes_file and kept.made_from != made_from:
-            kept.specs = table.completed(decision.ranges, decision.grids)
+        kept = traffic.kept.get(self.container)
+        if not isinstance(kept, _KeptPlan) or kept.made_from != made_from:
+            specs = table.completed(decision.ranges, decision.grids)
             tile = tile_bytes(traffic.size)
-            kept.made = schedule(decision.plan, kept.specs, traffic.rank, traffic.size, tile)
-            kept.made_from = made_from
-        traffic.kept[self.container] = kept
-        return found, modules, kept
+            made = schedule(decision.plan, specs, traffic.rank, traffic.size, tile)
+            kept = traffic.kept[self.container] = _KeptPlan(made_from, specs, made)
+        return kept
 
-    def _lay_out(self, kept: _KeptPlan, state: Any, values: Sequence[Any]) -> FileLayout:
+    def _lay_out(self, table: StateTable, state: Any, values: Sequence[Any]) -> FileLayout:
         """Lay the file out. On rank 0."""
-        kept.stand_ins = kept.stand_ins or StandIns(kept.table, values)
-        return kept.stand_ins.lay_out(self._archive(), state, values)
-
-    def _known(self, found: Leaves, buffers: set[int]) -> _KeptPlan:
-        """Return what is known of a state: what is kept, if nothing of it has changed."""
-        traffic = self.traffic
-        last = traffic.kept.get(self.container)
-        if not isinstance(last, _KeptPlan):
-            last = _KeptPlan([], StateTable())
-        facts = facts_of(found.paths, found.values)
-        if facts is not None:
-            facts.append(len(buffers))
-            if facts == last.facts:
-                return replace(last, facts=facts)  # compared faster with the same objects
-        table = table_of(found, traffic.rank, traffic.ranks, buffers)
-        return replace(last, facts=facts, table=table, stand_ins=None)
+        return lay_out(self._archive(), state, values, table)
 
     def _archive(self) -> str:
         """Return the name that torch puts before the names of the file's records."""

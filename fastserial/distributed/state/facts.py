@@ -1,4 +1,4 @@
-"""What of a rank's tensors decides a plan: if it is as at the last save, so is the plan.
+"""What of a rank's tensors decides a plan of DCP: if it is as at the last save, so is the plan.
 
 What the tensors hold is not among it, nor are the tensors: nothing of a state is kept alive.
 """
@@ -8,18 +8,12 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 
-from fastserial.distributed.sharding.flat_shard import FlatShard
-
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _GLOBAL = "global_shape"  # torch 2.15: a plain tensor that has it is a part of another one
-_FLAT = attrgetter(
-    "param_shape", "start", "length", "dtype", "tensor.device", "tensor.dtype", "tensor.shape"
-)
 
 
 def facts_of(keys: Sequence[Any], values: Sequence[Any]) -> list[Any] | None:
@@ -32,22 +26,20 @@ def facts_of(keys: Sequence[Any], values: Sequence[Any]) -> list[Any] | None:
         None: there is a tensor of an unusual type, of which it is not known.
     """
     found: list[Any] = [list(keys)]
-    tensors: dict[int, int] = {}  # numbers: which of them are the same
     storages: dict[int, int] = {}
     meshes: dict[Any, int] = {}  # equal ones once
     sharded = _dtensor_type()
     with torch._C.DisableTorchFunctionSubclass():  # asking for overrides takes long
         for leaf in values:
             kind = type(leaf)
+            fact = None
             if kind is sharded:
                 fact = sharding_of(leaf, meshes)
             elif kind in _PLAIN:
                 fact = _of_plain(leaf, storages)
-            else:
-                fact = _FLAT(leaf) if kind is FlatShard else None
             if fact is None:
                 return None
-            found.append((tensors.setdefault(id(leaf), len(tensors)), kind, fact))
+            found.append((kind, fact))
     found.append([weakref.ref(mesh) for mesh in meshes])
     return found
 
