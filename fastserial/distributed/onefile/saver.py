@@ -274,21 +274,15 @@ class SaveTask:
         return decision.file.nbytes
 
     def freeze(self, taken: Snapshot) -> None:
-        """Take a snapshot of what is to be saved, between `prepare` and `finish`."""
+        """Copy what is to be saved, if there is room, between `prepare` and `finish`."""
         self._prepared.writer.freeze(taken)
 
-    def finish(self, check: Callable[[], object] | None = None) -> SaveReport:
-        """Write; return what this rank knows of the save. Collective.
-
-        Args:
-            check: called when this rank has read its bytes; raises if they are not right.
-        """
+    def finish(self) -> SaveReport:
+        """Write; return what this rank knows of the save. Collective."""
         traffic = self._traffic
         writer, nbytes, decision, phases = self._prepared
         try:
             done, outcome = self._write(writer, nbytes, decision, phases)
-            if check is not None:
-                check()
             traffic.decide(done, lambda found: self._conclude(found, writer))
         except OSError as error:
             raise self._explained(error) from error
