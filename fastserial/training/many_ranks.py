@@ -121,6 +121,8 @@ class ManyRanks(SingleProcess):
                     raise ranks.fail(rank, f"it saves step {other}, rank 0 step {steps[0]}")
             return max(sizes), job.own
 
+        nbytes: int
+        own: dict[str, Any]
         nbytes, own = ranks.decide((job.own["step"], len(data)), decision)
         if nbytes:
             shape, start = (self.count, nbytes), self.rank * nbytes
