@@ -38,6 +38,7 @@ from fastserial.patching import save_hooks
 from fastserial.patching.install import patched
 from fastserial.reports import SaveReport, SnapshotReport, publish_save
 from fastserial.saving.archive import ZipArchive
+from fastserial.saving.incremental import Base
 from fastserial.saving.writer import FastFileWriter
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ def start_save(
     began: float | None = None,
     prefix: str | None = None,
     otherwise: Callable[[], object] | None = None,
+    base: str | None = None,
 ) -> PendingSave:
     """Start a save; as `save_async`.
 
@@ -132,6 +134,7 @@ def start_save(
         prefix: what is put before the records' names in the archive; by default the file's name.
         otherwise: writes the file, before the call returns, where fastserial cannot; by default
             `torch.save` does.
+        base: an earlier file, from which what is the same is cloned (not what is read in place).
     """
     began = perf_counter() if began is None else began
     arguments = {**_ARGUMENTS, **(arguments or {})}
@@ -151,7 +154,7 @@ def start_save(
         else:
             taken = Snapshot(name, kind, budget, Reached(), steady, began)
             with quick_switches():
-                found = _prepare(taken, obj, prefix, arguments)
+                found = _prepare(taken, obj, prefix, arguments, base)
     if isinstance(found, str):
         _log.debug("%s: saved before the call returns: %s", name, found)
         work = partial(_save_now, obj, name, target, arguments, found, then, prefix, otherwise)
@@ -174,7 +177,11 @@ def start_save(
 
 
 def _prepare(
-    taken: Snapshot, obj: object, prefix: str | None, arguments: Mapping[str, Any]
+    taken: Snapshot,
+    obj: object,
+    prefix: str | None,
+    arguments: Mapping[str, Any],
+    base: str | None,
 ) -> _AsyncWork | str:
     """Open the file and lay the object out; or return why torch has to write it."""
     found = save_hooks.zip_writer(taken.path, prefix)
@@ -182,6 +189,7 @@ def _prepare(
         return found.reason
     writer, archive, _ = found
     writer.snapshot = taken.report
+    writer.base = None if base is None else Base(base)
     try:
         layout = _SnapshotArchive(archive, taken)
         module = arguments["pickle_module"]

@@ -45,6 +45,7 @@ class SaveJob:
         own: the Checkpointer's entry in the file.
         path: of the file.
         kind, budget: of the snapshot.
+        base: the path of an earlier checkpoint, from which what is the same is cloned; or None.
         then: called on the saving thread once the file is in place.
         began: when the user's call did (`perf_counter`).
     """
@@ -55,6 +56,7 @@ class SaveJob:
     path: str
     kind: Kind = "copy"
     budget: int | None = None
+    base: str | None = None
     then: Callable[[], object] = bool
     began: float = 0.0
 
@@ -120,6 +122,7 @@ class SingleProcess:
             steady=unchanged,
             then=job.then,
             began=job.began,
+            base=job.base,
         )
 
     def _state(self, job: SaveJob, ranks: Any) -> tuple[dict[str, Any], Mapping[str, Any], Kind]:
