@@ -27,7 +27,7 @@ import stat
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
@@ -204,6 +204,7 @@ class Base:
             return
         from torch.multiprocessing.reductions import StorageWeakRef  # imports torch
 
+        reference: Any = StorageWeakRef  # untyped
         (extents, at, ledger), self._given = self._given, ([], 0, None)
         storages: dict[int, SavedStorage] = {}
         for extent in extents:
@@ -211,7 +212,7 @@ class Base:
             versions = self._versions.get(storage._cdata) if storage is not None else None
             if storage is not None and versions and _NOT_COUNTED not in versions:
                 crc = None if ledger is None or record is None else ledger.wait(record)
-                kept = SavedStorage(StorageWeakRef(storage), extent.length, versions, crc)
+                kept = SavedStorage(reference(storage), extent.length, versions, crc)
                 storages[at + extent.offset] = kept
         found = os.fstat(fd)
         _saved[found.st_dev, found.st_ino] = found.st_size, found.st_mtime_ns, storages
