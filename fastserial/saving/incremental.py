@@ -10,7 +10,7 @@ and only whole blocks of the file system can be shared. So the ends of a storage
 
 `trust="compare"` compares all bytes. `trust="version"` takes a storage for unchanged if this
 process saved it to the base, and the version counters of the tensors over it are as they were then;
-of each piece one page is compared nonetheless, which shows that an optimizer has changed it behind
+of each piece one block is compared nonetheless, which shows that an optimizer has changed it behind
 the counters.
 
 The base is open while this lasts, so that it may be removed or replaced. fastserial never writes
@@ -173,7 +173,7 @@ class Base:
                 for part, piece in order:
                     if errors or self.reason is not None:
                         return
-                    compared = piece if part.crc is None else piece._replace(length=PAGE)
+                    compared = piece if part.crc is None else piece._replace(length=self._block)
                     crc = comparison.crc_of_same(compared, at)
                     if crc is not None and self._take(fd, at + piece.offset, piece.length):
                         cloned.add(piece.offset)
