@@ -50,10 +50,10 @@ FAULTS = [
     Fault("nothing waits for the writes", "saving/extent_writer.py", "while queue is not None and queue.is_busy:", "while False:"),  # noqa: E501
     Fault("a failed save fails no ledger", "saving/extent_writer.py", "self._ledger.fail()  #", "pass  #"),  # noqa: E501
     Fault("a gap in the file ends no block", "saving/extent_writer.py", "if offset != self._block_end:", "if False:"),  # noqa: E501
-    Fault("the CRC-32 begins anew in each chunk", "saving/fill.py", "crc = checksum(view[done : done + size], crc)", "crc = checksum(view[done : done + size])"),  # noqa: E501
+    Fault("the CRC-32 begins anew in each chunk", "saving/fill.py", "crc = crc32(view[done : done + size], crc)", "crc = crc32(view[done : done + size])"),  # noqa: E501
     Fault("the CRC-32 is entered at byte 0", "saving/fill.py", "ledger.add(record, start, length, crc)", "ledger.add(record, 0, length, crc)"),  # noqa: E501
-    Fault("a group of a small file begins where the one before does", "saving/fill.py", "group, nbytes = [], 0", "group = []"),  # noqa: E501
-    Fault("the file is not synced", "saving/writer.py", "                self._destination.sync()", "                pass"),  # noqa: E501
+    Fault("a block without an engine is written at byte 0", "saving/extent_writer.py", "self._write_cached(view, offset)", "self._write_cached(view, 0)"),  # noqa: E501
+    Fault("the file is not synced", "saving/writer.py", "            self._run(\"sync\", self._destination.sync)", "            pass"),  # noqa: E501
     Fault("the file object is left where it was", "saving/writer.py", "self._destination.file.seek(self._destination.start + self._written)", "pass"),  # noqa: E501
     Fault("a forked child discards its parent's file", "saving/writer.py", "if os.getpid() != self._pid:", "if False:"),  # noqa: E501
     Fault("a short read counts as whole", "loading/pump.py", "while moved < block.length:", "while False:"),  # noqa: E501

@@ -271,7 +271,7 @@ def _timed(saved: _Saved, reader: Reader, compare: bool) -> tuple[Sample, Mappin
         used = measure(load)
     report = last_load_report() if not reader.is_peer else None
     if report is not None:
-        used = replace(used, latency=report.complete, fallback=report.fallback)
+        used = replace(used, fallback=report.fallback)
     return used, fingerprints(kept[0]) if compare else None
 
 

@@ -101,7 +101,7 @@ def fast_row(
             report = fastserial.last_save_report()
         if report is None or report.path != str(path):
             raise BenchError(f"stock torch wrote {path}, not fastserial")
-        return replace(used, nbytes=report.bytes, latency=report.complete, fallback=report.fallback)
+        return replace(used, nbytes=report.bytes, fallback=report.fallback)
 
     name = _name("fastserial", container, group) + (f", engine {engine}" if engine else "")
     return Row(name, group, run, _name("stock", container, group), f"stock {container}")

@@ -24,8 +24,7 @@ from fastserial.config.performance import (
 )
 from fastserial.engines import Engine
 from fastserial.files import linux
-from fastserial.files.caching import cached_fraction, reads_through_cache
-from fastserial.files.linux import DirectFile, open_direct
+from fastserial.files.linux import DirectFile, cached_fraction, open_direct, reads_through_cache
 from fastserial.files.sources import FileSource
 from fastserial.interrupts import Descriptors, finish
 from fastserial.reasons import SEE_DOCTOR, Reason

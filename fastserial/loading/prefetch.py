@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from fastserial import trace
 from fastserial.checksums import CrcLedger, check_crc
 from fastserial.config.performance import IN_PLACE, LOOK_AHEAD, NEAR_EXTENTS, READ_TOGETHER
 from fastserial.errors import CorruptCheckpointError, EngineError
@@ -244,9 +243,7 @@ class Prefetch:
                 while group.left != 0 and self._advance(1):
                     pass
             self._wanted = None
-            ended = perf_counter()
-            self.wait_seconds += ended - began
-            trace.emit("wait for a storage", began, ended)
+            self.wait_seconds += perf_counter() - began
             if group.left != 0:
                 if isinstance(self.error, CorruptCheckpointError):
                     raise self.error

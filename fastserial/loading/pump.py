@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from fastserial import trace
 from fastserial.config import Config
 from fastserial.config.performance import DIRECT_BLOCKS, SCATTERED_BLOCK
 from fastserial.engines import Completion, Engine, Op, Request, create, start
@@ -65,12 +64,10 @@ class Block:
 
 @dataclass(slots=True)
 class ReadCounts:
-    """Bytes read so far, directly and not, and the latencies (seconds) of the reads."""
+    """Bytes read so far, directly and not."""
 
     direct: int = 0
     cached: int = 0
-    submit_seconds: list[float] = field(default_factory=list)
-    complete_seconds: list[float] = field(default_factory=list)
 
 
 def _open_engine(config: Config) -> tuple[Engine, BufferPool]:
@@ -321,8 +318,7 @@ class Pump:
                     "the file became shorter while it was read", offset=block.offset + moved
                 )
             moved += got
-        with trace.step("deliver"):
-            block.deliver(request.view, request.buffer.address)
+        block.deliver(request.view, request.buffer.address)
 
     def _complete(self, completion: Completion) -> None:
         request, error = completion.request, completion.error
@@ -341,9 +337,9 @@ class Pump:
 
     def _recover(self, request: Request, error: BaseException, direct: bool) -> None:
         """Read a block through the page cache after the file system refused direct I/O."""
-        # `done` is set: it was not the read that failed, but the delivery
+        # `moved`: it was not the read that failed, but the delivery
         refused = isinstance(error, OSError) and error.errno == errno.EINVAL
-        if not (direct and refused) or request.times[2]:
+        if not (direct and refused) or request.moved:
             if isinstance(error, Exception):
                 self.error = error
             raise error
@@ -365,9 +361,3 @@ class Pump:
             counts.direct += length
         else:
             counts.cached += length
-        queued, started, done = request.times
-        if trace.listener is not None:
-            trace.block(request.times)
-        if done:
-            counts.submit_seconds.append(started - queued)
-            counts.complete_seconds.append(done - started)

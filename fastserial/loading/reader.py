@@ -19,8 +19,8 @@ from fastserial.loading.planner import plan_blocks
 from fastserial.loading.pump import Pump, ReadCounts
 from fastserial.loading.sinks import HostSink, ReadExtent
 from fastserial.memory.storages import is_on_host, synchronize
-from fastserial.progress import progress_bar
-from fastserial.reports import HOST_ONLY, Latency, LoadReport, Transfer, publish_load
+from fastserial.progress import ProgressBar
+from fastserial.reports import HOST_ONLY, LoadReport, Transfer, publish_load
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ class FastFileReader:
         try:
             self._stamp = _stamp_of_file(self.fd, self.name)
             self.size = self._stamp.size
-            self.bar = progress_bar(self.config.progress, self.name)
+            self.bar = ProgressBar(self.name if self.config.progress else None)
             self.blocks = Pump(self.fd, self.size, self.config, self.bar.update, self._files)
         except BaseException:
             self._closed = True
@@ -290,11 +290,6 @@ def report_load(
         bytes=counts.direct + counts.cached,
         direct_bytes=counts.direct,
         cached_bytes=counts.cached,
-        block_size=config.block_size,
-        queue_depth=config.queue_depth,
-        threads=config.threads,
-        submit=Latency.of(counts.submit_seconds),
-        complete=Latency.of(counts.complete_seconds),
         transfer=transfer.word,
         transfer_why=transfer.why,
         **rest,

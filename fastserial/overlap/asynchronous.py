@@ -26,7 +26,7 @@ from fastserial.errors import (
     TornSnapshotError,
     name_in,
 )
-from fastserial.files.targets import StockWay
+from fastserial.files.destination import StockWay
 from fastserial.formats.zip.layout import ZipPlan, archive_name
 from fastserial.memory.held_settings import quick_switches
 from fastserial.memory.storages import Batch

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from fastserial.config import current
-from fastserial.files.targets import StockWay
+from fastserial.files.destination import StockWay
 from fastserial.formats.legacy.layout import storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
 from fastserial.formats.storages import ITEM_BYTES

@@ -119,6 +119,7 @@ class Base:
         self._versions = _versions(state) if trust == "version" else {}
         self._storages: dict[int, SavedStorage] = {}  # of the base, if this process saved it
         self._given: tuple[Sequence[Extent], int, CrcLedger | None] = [], 0, None  # to `clone`
+        self._rest: list[Extent] = []
         self._files = Descriptors()
         self._fd, self._size, self._block = -1, 0, PAGE
         if path is None:
@@ -143,8 +144,8 @@ class Base:
         fd: int,
         ledger: CrcLedger | None,
         config: Config,
-    ) -> list[Extent]:
-        """Clone what is the same, and return the extents that are to be written.
+    ) -> None:
+        """Clone what is the same; `take_rest` returns the extents that are to be written.
 
         Args:
             extents: of the new file's layout.
@@ -158,11 +159,14 @@ class Base:
         """
         if self._versions:
             self._given = extents, at, ledger
+        self._rest, self.cloned = list(extents), 0
         parts = [
             _Part(extent, self._known_crc(extent, at, ledger), list(self._cut(extent, at)))
             for extent in extents
         ]
         turns = [(part, piece) for part in parts for piece, whole in part.pieces if whole]
+        if not turns:
+            return
         cloned: set[int] = set()  # offsets of pieces
         errors: list[BaseException] = []
         order = iter(turns)
@@ -192,10 +196,12 @@ class Base:
             finish(threads.join)
         if errors:
             raise errors.pop()  # or it would keep this frame, and this frame it
-        rest: list[Extent] = []
-        for part in parts:
-            rest += self._rest(part, cloned, ledger)
-        self.cloned = sum(extent.length for extent in extents) - sum(one.length for one in rest)
+        self._rest = [one for part in parts for one in _left(part, cloned, ledger)]
+        self.cloned = sum(e.length for e in extents) - sum(e.length for e in self._rest)
+
+    def take_rest(self) -> list[Extent]:
+        """Return the extents that are to be written, once."""
+        rest, self._rest = self._rest, []
         return rest
 
     def remember(self, fd: int) -> None:
@@ -259,21 +265,6 @@ class Base:
             return False
         return True
 
-    @staticmethod
-    def _rest(part: _Part, cloned: set[int], ledger: CrcLedger | None) -> list[Extent]:
-        """Return what is to be written of an extent."""
-        left = [piece for piece, _ in part.pieces if piece.offset not in cloned]
-        if part.crc is None or left == [part.extent]:
-            return left
-        if any(whole and piece.offset not in cloned for piece, whole in part.pieces):
-            return [part.extent]  # it has changed: its CRC-32 is another
-        _enter(ledger, part.extent, part.crc)
-        return [
-            piece._replace(source=piece.source._replace(record=None))
-            for piece in left
-            if isinstance(piece.source, Data)
-        ]
-
 
 class _Comparison:
     """Compares memory with a file; for one thread."""
@@ -306,6 +297,21 @@ class _Comparison:
                 return None
             crc = crc32(memoryview(self._ours)[:size], crc)
         return crc
+
+
+def _left(part: _Part, cloned: set[int], ledger: CrcLedger | None) -> list[Extent]:
+    """Return what is to be written of an extent, given the offsets of the pieces that are not."""
+    left = [piece for piece, _ in part.pieces if piece.offset not in cloned]
+    if part.crc is None or left == [part.extent]:
+        return left
+    if any(whole and piece.offset not in cloned for piece, whole in part.pieces):
+        return [part.extent]  # it has changed: its CRC-32 is another
+    _enter(ledger, part.extent, part.crc)
+    return [
+        piece._replace(source=piece.source._replace(record=None))
+        for piece in left
+        if isinstance(piece.source, Data)
+    ]
 
 
 def _enter(ledger: CrcLedger | None, piece: Extent, crc: int) -> None:

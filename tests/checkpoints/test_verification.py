@@ -27,7 +27,7 @@ from fastserial.cli import inspect
 from fastserial.cli import verify as verify_module
 from fastserial.config import Config
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError, UnreadableCheckpointError
-from fastserial.files.caching import cached_fraction
+from fastserial.files.linux import cached_fraction
 from fastserial.formats.legacy.structure import read_legacy
 from fastserial.formats.source import BytesSource, DescriptorSource, Source
 from fastserial.formats.zip.directory import RecordEntry, read_directory

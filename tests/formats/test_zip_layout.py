@@ -17,7 +17,7 @@ from fastserial.formats.zip.layout import MAX_ALIGNMENT, ZipLayout
 from fastserial.memory.buffers import own_buffer
 from fastserial.memory.storages import Batch, HostMemory
 from fastserial.patching import self_check
-from fastserial.saving import torch_writer
+from fastserial.saving.archive import finish_layout
 from fastserial.saving.fill import fill
 
 HAS_ALIGNMENT = hasattr(torch.serialization, "_get_storage_alignment")
@@ -69,7 +69,7 @@ def ours(records: list[tuple[str, bytes | int]], alignment: int, crc: bool = Tru
             layout.add_memory(name, HostMemory(0, data, None), b"", crc=0)
         else:
             layout.add_bytes(name, data, zlib.crc32(data))
-    plan = torch_writer.finish(layout)
+    plan = finish_layout(layout)
     sink = Sink()
     end = 0
     for extent in plan.extents:
@@ -136,7 +136,7 @@ def test_storages_in_one_go(seed: int, crc: bool) -> None:
     if rnd.random() < 0.3:  # as if they were on a device
         addresses = [0] * len(texts)
     layout.add_storages(names, Batch(addresses, [len(t) for t in texts], memories.__getitem__))
-    plan = torch_writer.finish(layout)
+    plan = finish_layout(layout)
     ledger = CrcLedger(plan.sizes, plan.crcs)
     sink = Sink()
     for extent in plan.extents:

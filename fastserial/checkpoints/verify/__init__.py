@@ -22,8 +22,7 @@ from fastserial.errors import (
     PickleLimitError,
     UnreadableCheckpointError,
 )
-from fastserial.files.caching import cached_fraction
-from fastserial.files.linux import synced
+from fastserial.files.linux import cached_fraction, synced
 from fastserial.files.sources import stamp
 from fastserial.formats.container import (
     Format,

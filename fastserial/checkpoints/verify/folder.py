@@ -17,7 +17,7 @@ from fastserial.formats.container import FolderContainer, ZipContainer
 from fastserial.formats.dcp import Item, Metadata
 from fastserial.formats.zip.structs import END, END_SIGNATURE, LOCAL_SIGNATURE
 from fastserial.interrupts import Descriptors
-from fastserial.progress import progress_bar
+from fastserial.progress import ProgressBar
 
 _SHOWN = 3
 _FEWER_BYTES = "it has fewer bytes than its shape says"
@@ -97,7 +97,7 @@ class _ItemChecks:
 
     def __init__(self, path: str, config: Config, report: VerifyReport) -> None:
         self._path = path
-        self._bar = progress_bar(config.progress, path)
+        self._bar = ProgressBar(path if config.progress else None)
         self._config = replace(config, progress=False)  # all items have one bar
         self._report = report
         self._counts: Counter[str] = Counter()

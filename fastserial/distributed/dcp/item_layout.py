@@ -25,7 +25,7 @@ from fastserial.formats.extents import Data, DescriptorPatch, Literal, Trailer
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan, fold, lookalike_of
 from fastserial.memory.storages import HostMemory, Memory
 from fastserial.memory.untouched import Untouched
-from fastserial.saving import torch_writer
+from fastserial.saving.archive import finish_layout
 
 
 class TensorBytes(NamedTuple):
@@ -177,7 +177,7 @@ def frame_of(
         del tensor
     finally:
         untouched.close()
-    return _frame_of_plan(torch_writer.finish(archive.layout), archive, lookalike_of(first_bytes))
+    return _frame_of_plan(finish_layout(archive.layout), archive, lookalike_of(first_bytes))
 
 
 class _RecordLayout:

@@ -25,7 +25,7 @@ from fastserial.formats.extents import Data, Extent, Literal, Made
 from fastserial.formats.zip.layout import lookalike_of
 from fastserial.memory.storages import bytes_at, host_bytes
 from fastserial.patching.self_check import self_check
-from fastserial.saving import torch_writer
+from fastserial.saving.archive import checksums_wanted, storage_alignment
 
 _HEAD = 8  # bytes of a tensor that torch may take for a data descriptor
 
@@ -98,8 +98,8 @@ class ShardLayout:
         """
         self._bytes_of = bytes_of
         self._name = name
-        self._checksums = torch_writer.checksums_wanted()
-        self._alignment = torch_writer.alignment()
+        self._checksums = checksums_wanted()
+        self._alignment = storage_alignment()
         self._is_zip_known = _is_zip_known()
         self._end = 0
         self._placed: list[_PlacedItem] = []

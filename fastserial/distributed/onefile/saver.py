@@ -47,7 +47,7 @@ from fastserial.interrupts import finish
 from fastserial.memory.held_settings import paused_collection
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.reports import RankReport, SaveReport, publish_save
-from fastserial.saving import torch_writer
+from fastserial.saving.archive import storage_alignment
 from fastserial.saving.extent_writer import Outcome
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def writing_ranks(writers: Writers, nodes: Sequence[str]) -> list[int]:
         ValueError: no such writers.
     """
     size = len(nodes)
-    alignment = torch_writer.alignment()
+    alignment = storage_alignment()
     if alignment % 16 and size > 1:
         raise ConfigError(
             f"with torch's storage alignment of {alignment} bytes elements would lie across the "
@@ -412,9 +412,6 @@ class SaveTask:
             direct=outcome.direct,
             durable=new.file.durable if new is not None else config.durable,
             fallback=(new.file.fallback if new is not None else None) or outcome.fallback,
-            block_size=config.block_size,
-            queue_depth=config.queue_depth,
-            threads=config.threads,
             phases=self._reports[0].phases if self._reports else mine.phases,
             transfer=outcome.transfer.word,
             transfer_why=outcome.transfer.why,
