@@ -246,7 +246,9 @@ def _on_host(tensor: torch.Tensor, storage: Any | None) -> torch.Tensor:
     Args:
         storage: what stands for its storage, if anything does.
     """
-    storage = tensor.untyped_storage().cpu() if storage is None else storage
+    if storage is None:
+        whole: Any = tensor.untyped_storage()
+        storage = whole.cpu()
     offset = int(tensor.storage_offset())
     host = _view(storage, tensor.dtype, offset, tensor.shape, tensor.stride())
     return host.requires_grad_(tensor.requires_grad)
