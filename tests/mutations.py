@@ -59,9 +59,9 @@ FAULTS = [
     Fault("a short read counts as whole", "loading/pump.py", "while moved < block.length:", "while False:"),  # noqa: E501
     Fault("any error is taken for refused direct I/O", "loading/pump.py", "if error.errno != errno.EINVAL:", "if False:"),  # noqa: E501
     Fault("a read too few is waited for", "loading/pump.py", "        while self.in_flight:\n            self.reap()", "        while self.in_flight > 1:\n            self.reap()"),  # noqa: E501
-    Fault("a direct read begins a block late", "loading/planner.py", "start = near[0].offset - near[0].offset % alignment", "start = near[0].offset + -near[0].offset % alignment"),  # noqa: E501
-    Fault("runs are joined over large holes", "loading/planner.py", "at - end > NEAR_EXTENTS", "at - end > 2**40"),  # noqa: E501
-    Fault("a part forgets where its sink begins", "loading/sinks.py", "self.start + first - self.offset)", "self.start)"),  # noqa: E501
+    Fault("a direct read begins a block late", "loading/reader.py", "start = near[0].offset - near[0].offset % alignment", "start = near[0].offset + -near[0].offset % alignment"),  # noqa: E501
+    Fault("runs are joined over large holes", "loading/reader.py", "at - end > NEAR_EXTENTS", "at - end > 2**40"),  # noqa: E501
+    Fault("a part forgets where its sink begins", "loading/reader.py", "self.start + first - self.offset)", "self.start)"),  # noqa: E501
     Fault("memory is taken without a bound", "loading/prefetch.py", "elif self._held and self._held + group.nbytes > LOOK_AHEAD:", "elif False:"),  # noqa: E501
     Fault("a group is there with its first block", "loading/prefetch.py", "self.left = (self.left or 0) - 1", "self.left = 0"),  # noqa: E501
     Fault("damage found while reading ahead is kept silent", "loading/prefetch.py", "if isinstance(self.error, CorruptCheckpointError):\n                    raise", "if False:\n                    raise"),  # noqa: E501

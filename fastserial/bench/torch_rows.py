@@ -14,8 +14,8 @@ import torch
 
 import fastserial
 from fastserial import config, engines
-from fastserial.bench.compare import different_tensors, tensors_of
 from fastserial.bench.measure import BenchError, Sample, measure
+from fastserial.bench.payload import different_tensors, tensors_of
 from fastserial.bench.rotation import DURABLE, LOOSE, Row
 
 Format = Literal["zip", "legacy"]

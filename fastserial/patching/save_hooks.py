@@ -20,8 +20,8 @@ import fastserial.engines.threads  # noqa: F401
 from fastserial.config import current
 from fastserial.errors import WriteError
 from fastserial.files.destination import StockWay, open_destination
-from fastserial.formats.zip.layout import MAX_ALIGNMENT, archive_name
-from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
+from fastserial.formats.zip_format import DESCRIPTOR_SIGNATURE
+from fastserial.formats.zip_layout import MAX_ALIGNMENT, archive_name
 from fastserial.memory.storages import device_types
 from fastserial.patching import load_hooks
 from fastserial.patching.self_check import self_check

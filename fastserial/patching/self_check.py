@@ -8,7 +8,7 @@ import torch
 
 from fastserial.checksums import crc32
 from fastserial.formats.extents import Literal
-from fastserial.formats.zip.layout import ZipLayout
+from fastserial.formats.zip_layout import ZipLayout
 from fastserial.memory.storages import HostMemory
 from fastserial.saving.archive import (
     DEFAULT_ALIGNMENT,

@@ -20,7 +20,7 @@ import torch
 from fastserial.checksums import crc32
 from fastserial.config.performance import SMALL_FILE
 from fastserial.errors import name_in
-from fastserial.formats.zip.layout import ZipLayout, ZipPlan
+from fastserial.formats.zip_layout import ZipLayout, ZipPlan
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import (
     Batch,

@@ -26,7 +26,7 @@ from fastserial.formats.extents import (
     Packed,
     Trailer,
 )
-from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
+from fastserial.formats.zip_format import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import StorageMemory
 
 if TYPE_CHECKING:

@@ -29,9 +29,8 @@ from fastserial.files.destination import (
     wait_until_free,
 )
 from fastserial.files.linux import reserve
-from fastserial.formats.extents import Extent, Literal, renewed
-from fastserial.formats.legacy.layout import element_counts, storage_extents
-from fastserial.formats.zip.layout import ZipPlan
+from fastserial.formats.extents import Extent, Literal, element_counts, renewed, storage_extents
+from fastserial.formats.zip_layout import ZipPlan
 from fastserial.interrupts import finish
 from fastserial.memory.storages import storage_batch, synchronize
 from fastserial.progress import ProgressBar

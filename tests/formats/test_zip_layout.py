@@ -13,7 +13,7 @@ import torch
 from fastserial.checksums import CrcLedger
 from fastserial.errors import LayoutError
 from fastserial.formats.extents import Data, Extent, Literal, Trailer
-from fastserial.formats.zip.layout import MAX_ALIGNMENT, ZipLayout
+from fastserial.formats.zip_layout import MAX_ALIGNMENT, ZipLayout
 from fastserial.memory.buffers import own_buffer
 from fastserial.memory.storages import Batch, HostMemory
 from fastserial.patching import self_check
@@ -174,7 +174,7 @@ def test_alignment_that_breaks_the_format_is_refused() -> None:
 
 
 def test_self_check_notices_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastserial.formats.zip.structs._MADE_BY", 0x0314)
+    monkeypatch.setattr("fastserial.formats.zip_layout._MADE_BY", 0x0314)
     reason = self_check.self_check()
     assert reason is not None
     assert torch.__version__ in reason

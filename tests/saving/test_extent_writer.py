@@ -20,9 +20,15 @@ from fastserial.checksums import CrcLedger, PartialCrc, crc32
 from fastserial.config import Config
 from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.formats.extents import DescriptorPatch, Extent, Trailer, clip
-from fastserial.formats.legacy.layout import element_counts, storage_extents
-from fastserial.formats.zip.layout import ZipLayout, ZipPlan
+from fastserial.formats.extents import (
+    DescriptorPatch,
+    Extent,
+    Trailer,
+    clip,
+    element_counts,
+    storage_extents,
+)
+from fastserial.formats.zip_layout import ZipLayout, ZipPlan
 from fastserial.memory.storages import storage_batch
 from fastserial.saving.archive import finish_layout
 from fastserial.saving.extent_writer import ExtentWriter

@@ -7,15 +7,14 @@ from collections import Counter
 from dataclasses import replace
 from math import prod
 
-from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.report import Problem, VerifyReport
-from fastserial.checkpoints.verify.zip import verify_zip
+from fastserial.checkpoints.verify.zip import FilePart, verify_zip
 from fastserial.checksums import crc_mismatch
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.container import FolderContainer, ZipContainer
 from fastserial.formats.dcp import Item, Metadata
-from fastserial.formats.zip.structs import END, END_SIGNATURE, LOCAL_SIGNATURE
+from fastserial.formats.zip_format import END, END_SIGNATURE, LOCAL_SIGNATURE
 from fastserial.interrupts import Descriptors
 from fastserial.progress import ProgressBar
 

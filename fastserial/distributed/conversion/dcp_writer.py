@@ -10,8 +10,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from fastserial.checkpoints.convert import Converted, part_of
-from fastserial.checkpoints.streaming import ConvertSource
+from fastserial.checkpoints.convert import Converted, ConvertSource, part_of
 from fastserial.config import Config, options
 from fastserial.distributed.dcp.item_layout import TensorBytes, bytes_of
 from fastserial.distributed.dcp.shard_layout import ShardLayout

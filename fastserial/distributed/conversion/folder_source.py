@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastserial.checkpoints.streaming import FileMemory
+from fastserial.checkpoints.convert import FileMemory
 from fastserial.distributed.dcp.item_layout import outermost_first
 from fastserial.distributed.dcp.item_structure import ItemTensor, tensor_in
 from fastserial.distributed.ranks.exchange import MemorySlice
@@ -25,8 +25,8 @@ from fastserial.formats.container import FolderContainer
 from fastserial.formats.dcp import Item, Metadata, Stored
 from fastserial.formats.pickles import refuse_nested
 from fastserial.formats.source import read_exactly
-from fastserial.formats.storages import contiguous_stride
-from fastserial.formats.zip.records import PICKLE
+from fastserial.formats.tensors import contiguous_stride
+from fastserial.formats.zip_format import PICKLE
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory.storages import Memory
 from fastserial.memory.untouched import Untouched
@@ -123,7 +123,7 @@ class FolderSource:
 
         Raises:
             ConvertError: a value needs more than `weights_only` allows, an item went through an
-                extension of stock's writer, or ranks have one key in checkpoints of their own.
+                extension of stock's writer, or each rank saved a checkpoint of its own.
             CorruptCheckpointError: it is damaged, or no save was completed.
             OSError: it cannot be read.
         """
@@ -134,7 +134,7 @@ class FolderSource:
         self._untouched: Untouched | None = None
         self._memory: dict[int, Memory] = {}  # of the tensors, by the address of their storages
         try:
-            found = FolderContainer(path).joined()
+            found = FolderContainer(path).of_all_ranks()
             self.container = "dcp"
             self.value = self._state(found)
         except BaseException:

@@ -22,7 +22,7 @@ from fastserial.checksums import crc32
 from fastserial.distributed.ranks.exchange import GatheredMemory
 from fastserial.errors import LayoutError
 from fastserial.formats.extents import Data, DescriptorPatch, Literal, Trailer
-from fastserial.formats.zip.layout import ZipLayout, ZipPlan, fold, lookalike_of
+from fastserial.formats.zip_layout import ZipLayout, ZipPlan, fold, lookalike_of
 from fastserial.memory.storages import HostMemory, Memory
 from fastserial.memory.untouched import Untouched
 from fastserial.saving.archive import finish_layout

@@ -16,11 +16,16 @@ from fastserial.errors import (
 )
 from fastserial.formats.dcp import Known
 from fastserial.formats.source import BytesSource
-from fastserial.formats.storages import contiguous_stride
-from fastserial.formats.tensors import Outline, zip_outline
-from fastserial.formats.zip.directory import Directory
-from fastserial.formats.zip.records import all_checksums, read_places, read_record
-from fastserial.formats.zip.structs import END, END_SIGNATURE, LOCAL_SIGNATURE
+from fastserial.formats.tensors import Outline, contiguous_stride, zip_outline
+from fastserial.formats.zip_format import (
+    END,
+    END_SIGNATURE,
+    LOCAL_SIGNATURE,
+    Directory,
+    all_checksums,
+    read_places,
+    read_record,
+)
 
 _EDGE = 4096  # bytes; more than what surrounds the data of a tensor
 _MOST = 1024 * 1024  # bytes of a record other than the data

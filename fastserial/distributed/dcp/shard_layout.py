@@ -22,7 +22,7 @@ from fastserial.distributed.dcp.item_layout import NO_FRAME, Frame, TensorBytes,
 from fastserial.errors import LayoutError
 from fastserial.formats.dcp import Known
 from fastserial.formats.extents import Data, Extent, Literal, Made
-from fastserial.formats.zip.layout import lookalike_of
+from fastserial.formats.zip_layout import lookalike_of
 from fastserial.memory.storages import bytes_at, host_bytes
 from fastserial.patching.self_check import self_check
 from fastserial.saving.archive import checksums_wanted, storage_alignment

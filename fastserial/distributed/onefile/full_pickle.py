@@ -20,7 +20,7 @@ from fastserial.distributed.sharding.pieces import as_dtensor
 from fastserial.distributed.state.merging import LeafSpec
 from fastserial.distributed.state.tables import StateTable, is_plain
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer, clip
-from fastserial.formats.zip.layout import ZipLayout, ZipPlan
+from fastserial.formats.zip_layout import ZipLayout, ZipPlan
 from fastserial.memory.untouched import Untouched
 from fastserial.saving.archive import checksums_wanted, finish_layout, storage_alignment
 
