@@ -22,7 +22,7 @@ from fastserial.checkpoints.convert import FileMemory
 from fastserial.checkpoints.verify import checkpoints_in
 from fastserial.cli.main import app
 from fastserial.distributed import FastStorageReader, FastStorageWriter
-from fastserial.distributed.conversion.folder_source import ChunkedMemory, StoredChunk
+from fastserial.distributed.conversion import ChunkedMemory, StoredChunk
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.errors import ConvertError, CorruptCheckpointError, WriteError
 
