@@ -50,18 +50,18 @@ FAULTS = [
     Fault("nothing waits for the writes", "saving/extent_writer.py", "while queue is not None and queue.is_busy:", "while False:"),  # noqa: E501
     Fault("a failed save fails no ledger", "saving/extent_writer.py", "self._ledger.fail()  #", "pass  #"),  # noqa: E501
     Fault("a gap in the file ends no block", "saving/extent_writer.py", "if offset != self._block_end:", "if False:"),  # noqa: E501
-    Fault("the CRC-32 begins anew in each chunk", "saving/fill.py", "crc = checksum(view[done : done + size], crc)", "crc = checksum(view[done : done + size])"),  # noqa: E501
+    Fault("the CRC-32 begins anew in each chunk", "saving/fill.py", "crc = crc32(view[done : done + size], crc)", "crc = crc32(view[done : done + size])"),  # noqa: E501
     Fault("the CRC-32 is entered at byte 0", "saving/fill.py", "ledger.add(record, start, length, crc)", "ledger.add(record, 0, length, crc)"),  # noqa: E501
-    Fault("a group of a small file begins where the one before does", "saving/fill.py", "group, nbytes = [], 0", "group = []"),  # noqa: E501
-    Fault("the file is not synced", "saving/writer.py", "                self._destination.sync()", "                pass"),  # noqa: E501
+    Fault("a block without an engine is written at byte 0", "saving/extent_writer.py", "self._write_cached(view, offset)", "self._write_cached(view, 0)"),  # noqa: E501
+    Fault("the file is not synced", "saving/writer.py", "            self._run(\"sync\", self._destination.sync)", "            pass"),  # noqa: E501
     Fault("the file object is left where it was", "saving/writer.py", "self._destination.file.seek(self._destination.start + self._written)", "pass"),  # noqa: E501
     Fault("a forked child discards its parent's file", "saving/writer.py", "if os.getpid() != self._pid:", "if False:"),  # noqa: E501
     Fault("a short read counts as whole", "loading/pump.py", "while moved < block.length:", "while False:"),  # noqa: E501
     Fault("any error is taken for refused direct I/O", "loading/pump.py", "if error.errno != errno.EINVAL:", "if False:"),  # noqa: E501
     Fault("a read too few is waited for", "loading/pump.py", "        while self.in_flight:\n            self.reap()", "        while self.in_flight > 1:\n            self.reap()"),  # noqa: E501
-    Fault("a direct read begins a block late", "loading/planner.py", "start = near[0].offset - near[0].offset % alignment", "start = near[0].offset + -near[0].offset % alignment"),  # noqa: E501
-    Fault("runs are joined over large holes", "loading/planner.py", "at - end > NEAR_EXTENTS", "at - end > 2**40"),  # noqa: E501
-    Fault("a part forgets where its sink begins", "loading/sinks.py", "self.start + first - self.offset)", "self.start)"),  # noqa: E501
+    Fault("a direct read begins a block late", "loading/reader.py", "start = near[0].offset - near[0].offset % alignment", "start = near[0].offset + -near[0].offset % alignment"),  # noqa: E501
+    Fault("runs are joined over large holes", "loading/reader.py", "at - end > NEAR_EXTENTS", "at - end > 2**40"),  # noqa: E501
+    Fault("a part forgets where its sink begins", "loading/reader.py", "self.start + first - self.offset)", "self.start)"),  # noqa: E501
     Fault("memory is taken without a bound", "loading/prefetch.py", "elif self._held and self._held + group.nbytes > LOOK_AHEAD:", "elif False:"),  # noqa: E501
     Fault("a group is there with its first block", "loading/prefetch.py", "self.left = (self.left or 0) - 1", "self.left = 0"),  # noqa: E501
     Fault("damage found while reading ahead is kept silent", "loading/prefetch.py", "if isinstance(self.error, CorruptCheckpointError):\n                    raise", "if False:\n                    raise"),  # noqa: E501

@@ -18,8 +18,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from fastserial.checkpoints.convert import Converted, part_of
-from fastserial.checkpoints.streaming import ConvertSource, FileMemory
+from fastserial.checkpoints.convert import Converted, ConvertSource, FileMemory, part_of
 from fastserial.checkpoints.tensor_read import direct_extent, read_tensor_into
 from fastserial.config import Config, options
 from fastserial.distributed.dcp.shard_layout import ShardLayout, TensorBytes, bytes_of
@@ -34,10 +33,10 @@ from fastserial.formats.container import FolderContainer
 from fastserial.formats.dcp import Item, Metadata, Stored
 from fastserial.formats.pickles import refuse_nested
 from fastserial.formats.source import DescriptorSource, read_exactly
-from fastserial.formats.storages import contiguous_stride
-from fastserial.formats.zip.records import PICKLE
+from fastserial.formats.tensors import contiguous_stride
+from fastserial.formats.zip_format import PICKLE
 from fastserial.interrupts import Descriptors, finish
-from fastserial.loading.sinks import HostSink, ReadExtent
+from fastserial.loading.reader import HostSink, ReadExtent
 from fastserial.memory.storages import Memory
 from fastserial.memory.untouched import Untouched
 from fastserial.patching.self_check import self_check
@@ -130,7 +129,7 @@ class FolderSource:
 
         Raises:
             ConvertError: a value needs more than `weights_only` allows, an item went through an
-                extension of stock's writer, or ranks have one key in checkpoints of their own.
+                extension of stock's writer, or each rank saved a checkpoint of its own.
             CorruptCheckpointError: it is damaged, or no save was completed.
             OSError: it cannot be read.
         """
@@ -142,7 +141,7 @@ class FolderSource:
         self.keys: dict[int, str] = {}  # of the tensors, by the address of their storages
         self._memory: dict[int, Memory] = {}  # likewise
         try:
-            found = FolderContainer(path).joined()
+            found = FolderContainer(path).of_all_ranks()
             self.container = "dcp"
             self.value = self._state(found)
         except BaseException:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from fastserial.checkpoints.convert import Converted, container_of, write_source
+from fastserial.checkpoints.convert import Converted, ConvertSource, container_of, write_source
 from fastserial.checkpoints.mapped_source import open_source
-from fastserial.checkpoints.streaming import ConvertSource
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.errors import CheckpointFileError, ConvertError

@@ -18,7 +18,7 @@ from support.damage import flip
 from typer.testing import CliRunner
 
 from fastserial import convert, inspect, options, verify
-from fastserial.checkpoints.streaming import FileMemory
+from fastserial.checkpoints.convert import FileMemory
 from fastserial.checkpoints.verify import checkpoints_in
 from fastserial.cli.main import app
 from fastserial.distributed import FastStorageReader, FastStorageWriter

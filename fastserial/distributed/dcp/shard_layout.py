@@ -24,11 +24,11 @@ from fastserial.distributed.ranks.exchange import GatheredMemory
 from fastserial.errors import LayoutError
 from fastserial.formats.dcp import Known
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Made, Trailer
-from fastserial.formats.zip.layout import ZipLayout, lookalike_of
+from fastserial.formats.zip_layout import ZipLayout, lookalike_of
 from fastserial.memory.storages import HostMemory, Memory, bytes_at, host_bytes
 from fastserial.memory.untouched import Untouched
 from fastserial.patching.self_check import self_check
-from fastserial.saving import torch_writer
+from fastserial.saving.archive import checksums_wanted, finish_layout, storage_alignment
 
 _HEAD = 8  # bytes of a tensor that torch may take for a data descriptor
 _ARCHIVE = "archive"  # torch's name for what goes to a stream
@@ -153,7 +153,7 @@ def frame_of(
         del tensor
     finally:
         untouched.close()
-    plan = torch_writer.finish(archive.layout)
+    plan = finish_layout(archive.layout)
     return Frame(plan.extents, plan.crcs)
 
 
@@ -246,8 +246,8 @@ class ShardLayout:
         """
         self._bytes_of = bytes_of
         self._name = name
-        self._checksums = torch_writer.checksums_wanted()
-        self._alignment = torch_writer.alignment()
+        self._checksums = checksums_wanted()
+        self._alignment = storage_alignment()
         self._is_zip_known = _is_zip_known()
         self._end = 0
         self._placed: list[_PlacedItem] = []

@@ -39,10 +39,15 @@ from fastserial.errors import (
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.dcp import Known, is_framed
 from fastserial.formats.source import BytesSource, DescriptorSource, Source
-from fastserial.formats.storages import contiguous_stride
-from fastserial.formats.tensors import zip_outline
-from fastserial.formats.zip.records import all_checksums, read_places, read_record
-from fastserial.formats.zip.structs import END, END_SIGNATURE, LOCAL_SIGNATURE
+from fastserial.formats.tensors import contiguous_stride, zip_outline
+from fastserial.formats.zip_format import (
+    END,
+    END_SIGNATURE,
+    LOCAL_SIGNATURE,
+    all_checksums,
+    read_places,
+    read_record,
+)
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.memory.held_settings import paused_collection
 

@@ -20,9 +20,9 @@ from fastserial.distributed.sharding.pieces import as_dtensor
 from fastserial.distributed.state.merging import LeafSpec
 from fastserial.distributed.state.tables import StateTable, is_plain
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer, clip
-from fastserial.formats.zip.layout import ZipLayout, ZipPlan
+from fastserial.formats.zip_layout import ZipLayout, ZipPlan
 from fastserial.memory.untouched import Untouched
-from fastserial.saving import torch_writer
+from fastserial.saving.archive import checksums_wanted, finish_layout, storage_alignment
 
 
 class ArchiveRecord(NamedTuple):
@@ -98,13 +98,13 @@ class FileLayout:
     @functools.cached_property
     def plan(self) -> ZipPlan:
         """The layout. The memory of its storages is nowhere; `records` says what they are."""
-        layout = ZipLayout(self._archive, torch_writer.alignment(), torch_writer.checksums_wanted())
+        layout = ZipLayout(self._archive, storage_alignment(), checksums_wanted())
         for record in self.records:
             if record.data is None:
                 layout.add_memory(record.name, AbsentMemory(record.nbytes), b"")
             else:
                 layout.add_bytes(record.name, record.data, crc32(record.data))
-        return torch_writer.finish(layout)
+        return finish_layout(layout)
 
     @property
     def nbytes(self) -> int:
@@ -149,7 +149,7 @@ class FileLayout:
             for source, extent in zip(sources, data, strict=True)
         ]
         end = self.trailer.offset if self.trailer is not None else self.plan.nbytes
-        return FilePlan(end, records, writers, torch_writer.checksums_wanted())
+        return FilePlan(end, records, writers, checksums_wanted())
 
 
 _PROTOCOL = 2  # torch.save's default

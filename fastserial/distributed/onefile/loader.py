@@ -26,7 +26,7 @@ from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMism
 from fastserial.interrupts import finish
 from fastserial.loading.reader import FastFileReader
 from fastserial.memory.held_settings import paused_collection
-from fastserial.reports import Latency, LoadReport, RankReport, publish_load
+from fastserial.reports import LoadReport, RankReport, publish_load
 
 _SHOWN = 20  # keys, and mismatches, that an error names
 _RACES = 8  # so often the file may be replaced while the ranks open it
@@ -311,7 +311,7 @@ class LoadTask:
 
     def report(self, result: _LoadResult) -> LoadReport:
         """Return what happened."""
-        blocks, config = self._open().blocks, self._config
+        blocks = self._open().blocks
         counts = blocks.counts
         return LoadReport(
             path=self.path,
@@ -323,11 +323,6 @@ class LoadTask:
             cached_bytes=counts.cached,
             verified=result.verified,
             fallback=blocks.fallback,
-            block_size=config.block_size,
-            queue_depth=config.queue_depth,
-            threads=config.threads,
-            submit=Latency.of(counts.submit_seconds),
-            complete=Latency.of(counts.complete_seconds),
             ranks=result.ranks,
             missing_keys=tuple(self._match.missing),
             unexpected_keys=self._unexpected,

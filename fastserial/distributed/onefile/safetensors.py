@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fastserial.checkpoints.streaming import type_name
+from fastserial.checkpoints.convert import type_name
 from fastserial.checkpoints.verify.file_list import read_index
 from fastserial.config import current
 from fastserial.distributed.onefile.loader import HALFWAY, LoadTask

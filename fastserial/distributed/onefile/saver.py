@@ -42,12 +42,12 @@ from fastserial.distributed.state.tables import (
 )
 from fastserial.distributed.state.walk import Leaves, buffers_of, leaves, states
 from fastserial.errors import ConfigError, WriteError, write_error
-from fastserial.formats.zip.layout import archive_name
+from fastserial.formats.zip_layout import archive_name
 from fastserial.interrupts import finish
 from fastserial.memory.held_settings import paused_collection
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.reports import RankReport, SaveReport, publish_save
-from fastserial.saving import torch_writer
+from fastserial.saving.archive import storage_alignment
 from fastserial.saving.extent_writer import Outcome
 
 if TYPE_CHECKING:
@@ -121,19 +121,19 @@ def decided(found: Sequence[StateSummary], plan: FilePlan, file: FileIdentity) -
     )
 
 
-def writing_ranks(writers: Writers, nodes: Sequence[str]) -> list[int]:
+def writing_ranks(writers: Writers, nodes: Sequence[str], alignment: int) -> list[int]:
     """Return the ranks that write.
 
     Args:
         writers: as the user wants them.
         nodes: of all ranks.
+        alignment: of the tensors' bytes in the file.
 
     Raises:
         ConfigError: torch's storage alignment is no multiple of 16 bytes, with several ranks.
         ValueError: no such writers.
     """
     size = len(nodes)
-    alignment = torch_writer.alignment()
     if alignment % 16 and size > 1:
         raise ConfigError(
             f"with torch's storage alignment of {alignment} bytes elements would lie across the "
@@ -358,7 +358,9 @@ class SaveTask:
         """Return rank 0's decision for all ranks."""
         if self._laid_out is None:
             raise ValueError("only rank 0 decides")
-        writers = writing_ranks(self._writers, [one.node for one in found])
+        # safetensors aligns each element to its own size
+        alignment = storage_alignment() if self.container == "zip" else 16
+        writers = writing_ranks(self._writers, [one.node for one in found], alignment)
         plan, nbytes = self._laid_out.file_plan(writers), self._laid_out.nbytes
         file = FileIdentity("", 0, nbytes)
         if self._makes_file:
@@ -412,9 +414,6 @@ class SaveTask:
             direct=outcome.direct,
             durable=new.file.durable if new is not None else config.durable,
             fallback=(new.file.fallback if new is not None else None) or outcome.fallback,
-            block_size=config.block_size,
-            queue_depth=config.queue_depth,
-            threads=config.threads,
             phases=self._reports[0].phases if self._reports else mine.phases,
             transfer=outcome.transfer.word,
             transfer_why=outcome.transfer.why,

@@ -15,7 +15,7 @@ import torch
 
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.sharding.boxes import Box, boxes_of_range, span_of
-from fastserial.formats.storages import contiguous_stride
+from fastserial.formats.tensors import contiguous_stride
 from fastserial.memory.storages import Memory, memmove
 
 _ALIGN = 16  # bytes of the largest elements

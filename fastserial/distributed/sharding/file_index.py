@@ -18,7 +18,7 @@ from fastserial.checkpoints.mapped_source import map_checkpoint
 from fastserial.checksums import crc32
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.records import read_places
+from fastserial.formats.zip_format import read_places
 from fastserial.nests import sequence_like
 
 _ENDS = 64 * 1024  # bytes: a zip's checksums stand near its end
