@@ -115,7 +115,7 @@ class Loop:
         path = self.folder / "at" / "state.pt"
         distributed.save(self.objects, expected, timeout=60)
         disturb = self.dice.random() < 0.4
-        budget = self.dice.choice([None, 0, 1_000_000, 50_000_000])
+        budget = self.moments.choice([None, 0, 1_000_000, 50_000_000])  # some ranks wait
         saving = distributed.save_async(self.objects, path, snapshot_budget=budget, timeout=60)
         for _ in range(self.dice.randrange(4)):
             time.sleep(self.moments.choice([0, 0, 0.002, 0.02]))
