@@ -18,19 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.limits import status
 
 import fastserial
 
 FOLDER, COUNT, KIND = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 BUDGET, SIZE = int(sys.argv[4]), int(sys.argv[5])
 WIDTH = 2000  # a weight has 15 MiB, and a momentum as large
-
-
-def status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise KeyError(name)
 
 
 def main() -> None:

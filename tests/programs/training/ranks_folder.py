@@ -15,12 +15,15 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from support.ranks import join
 
+import fastserial
 from fastserial import Checkpointer
+from fastserial.overlap.snapshot import Snapshot
 
 
 def outcome(work: Callable[[], Any]) -> Any:
@@ -53,16 +56,6 @@ def not_shared(folder: Path, rank: int) -> Any:
     return found
 
 
-def by_hand(folder: Path, rank: int) -> Any:
-    """Resume where the newest file is another program's."""
-    if not rank:
-        save(folder, 1)
-        torch.save({"x": 2}, folder / "step-00000002.pt")
-    dist.barrier()
-    with Checkpointer(folder, {"x": 0}, rng=False, timeout=60) as checkpointer:
-        return outcome(checkpointer.resume)
-
-
 def held(folder: Path, rank: int) -> Any:
     """Save and check where another process than rank 0 has the folder."""
     if rank:
@@ -92,20 +85,21 @@ def signals(folder: Path, rank: int) -> Any:
     return found
 
 
-def strict(folder: Path, rank: int) -> str:
-    """Save where a warning, which is for rank 0's user, is an error."""
-    if rank == 0:
-        save(folder, 10)
-    dist.barrier()
-    with (
-        warnings.catch_warnings(),
-        Checkpointer(folder, {"x": 0}, rng=False, timeout=60) as checkpointer,
-    ):
-        warnings.simplefilter("error")
-        try:
-            return str(checkpointer.save(7))
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+def torn(folder: Path, rank: int) -> Any:
+    """Save in place what is changed meanwhile: what one rank finds torn makes all copy."""
+    torch.manual_seed(1)
+    module = torch.nn.Linear(520, 520)  # a weight has more than 1 MiB: every rank writes a part
+    state = {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=1)}
+    kinds: list[Any] = []
+    options = fastserial.options(on_report=lambda report: kinds.append(report.snapshot.kind))
+    with Checkpointer(folder, state, snapshot="in_place", timeout=60) as checkpointer:
+        with mock.patch.object(Snapshot, "_has_changed", lambda self: rank == 1):
+            checkpointer.save(1)
+            found = outcome(checkpointer.wait)
+        with options:
+            checkpointer.save(2)
+            checkpointer.wait()
+    return [*found, *kinds]
 
 
 def too_early(folder: Path) -> tuple[Any, Checkpointer]:
@@ -122,7 +116,7 @@ def main() -> None:
     refused, early = too_early(folder / "early")
     rank, _ = join()
     found: dict[str, Any] = {"early": refused + outcome(lambda: early.save(1))}
-    cases = (not_shared, by_hand, held, signals, strict)
+    cases = (not_shared, held, signals, torn)
     for case in cases:
         mine = folder / case.__name__
         mine.mkdir(exist_ok=True)

@@ -9,17 +9,15 @@ import random
 import sys
 import warnings
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-from support.lives import CONTROLS, Held, Life, Spec, by_chance, slowly
+from support.lives import CONTROLS, KINDS, Held, Life, Spec, by_chance, slowly
 from support.ranks import join
 
 from fastserial import Checkpointer
 
 WIDTH = 520  # a weight has more than 1 MiB: every rank writes a part of it
-KINDS = [(None, None), (None, None), ("copy", 0), ("in_place", None)]
 
 
 def main() -> None:
@@ -31,10 +29,7 @@ def main() -> None:
     counts: Counter[str] = Counter()
     for number in range(examples):
         dice = random.Random(f"{seed} {number}")
-        spec = Spec.of(dice, WIDTH, ["", "", "each", "state_dict"])
-        if made is not Checkpointer:  # what is refused is refused later
-            left = tuple(pair for pair in spec.entries if pair[0] != "sparse")
-            spec = replace(spec, entries=left, named="")
+        spec = Spec.of(dice, WIDTH)
         kind = dice.choice(KINDS)
         held = Held()
         with slowly(held):
