@@ -29,11 +29,10 @@ from torch import nn
 from torch.nn import functional
 
 import fastserial
-from fastserial.bench.compare import different_tensors, unshared
 from fastserial.bench.measure import BenchError
-from fastserial.bench.rotation import Spread
+from fastserial.bench.payload import different_tensors, unshared
 from fastserial.bench.state import check_memory, scratch, settle
-from fastserial.bench.table import Column, Result, Table, number, verdict
+from fastserial.bench.table import Column, Result, Spread, Table, number, verdict
 from fastserial.bench.torch_rows import fast, stock, sync
 from fastserial.reports import format_bytes
 

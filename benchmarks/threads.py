@@ -25,9 +25,8 @@ from common import Picture, Say, Script, size
 
 import fastserial
 from fastserial.bench.payload import mixed_state
-from fastserial.bench.rotation import Spread
 from fastserial.bench.state import check_memory, scratch, settle
-from fastserial.bench.table import Column, Result, Table, number
+from fastserial.bench.table import Column, Result, Spread, Table, number
 from fastserial.bench.torch_rows import fast, stock, sync
 from fastserial.reports import format_bytes
 

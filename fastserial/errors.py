@@ -9,38 +9,6 @@ from __future__ import annotations
 import errno
 import os
 
-__all__ = [
-    "REMEDIES",
-    "CheckpointFileError",
-    "CheckpointKeyError",
-    "CheckpointReplacedError",
-    "ConfigError",
-    "ConvertError",
-    "CorruptCheckpointError",
-    "DistributedError",
-    "EngineError",
-    "EngineUnavailableError",
-    "FastserialError",
-    "LayoutError",
-    "LoadMismatchError",
-    "PatchError",
-    "PickleLimitError",
-    "RemoteError",
-    "StorageChangedError",
-    "TornSnapshotError",
-    "TransferAbandonedError",
-    "TruncatedCheckpointError",
-    "UnknownPlacementError",
-    "UnreadableCheckpointError",
-    "UnreadableTensorError",
-    "UnsupportedTorchWarning",
-    "WriteError",
-    "distributed_error",
-    "distributed_kind",
-    "name_in",
-    "write_error",
-]
-
 
 class FastserialError(Exception):
     """Base of everything fastserial raises on purpose."""

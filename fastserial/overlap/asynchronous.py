@@ -26,8 +26,8 @@ from fastserial.errors import (
     TornSnapshotError,
     name_in,
 )
-from fastserial.files.targets import StockWay
-from fastserial.formats.zip.layout import ZipPlan, archive_name
+from fastserial.files.destination import StockWay
+from fastserial.formats.zip_layout import ZipPlan, archive_name
 from fastserial.memory.held_settings import quick_switches
 from fastserial.memory.storages import Batch
 from fastserial.overlap import pending

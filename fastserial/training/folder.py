@@ -15,7 +15,7 @@ from typing import Any
 
 from fastserial.errors import CheckpointFileError, ConfigError
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.directory import read_directory
+from fastserial.formats.zip_format import read_directory
 
 # What a killed save leaves on a file system without unnamed files (O_TMPFILE).
 _LEFTOVER = re.compile(r"\.(.+)\.fastserial-\d+\.tmp")

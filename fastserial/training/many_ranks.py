@@ -32,7 +32,7 @@ from fastserial.errors import (
     UnreadableCheckpointError,
 )
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.records import read_places
+from fastserial.formats.zip_format import read_places
 from fastserial.interrupts import Descriptors
 from fastserial.nests import is_object, rebuilt, walk
 from fastserial.overlap.asynchronous import Kind

@@ -12,20 +12,19 @@ import pytest
 import torch
 
 from fastserial.bench import fio, rotation, save, table
-from fastserial.bench.compare import different_tensors, digest
 from fastserial.bench.fio import FioSettings
 from fastserial.bench.measure import BenchError, Sample, measure
+from fastserial.bench.payload import different_tensors, digest
 from fastserial.bench.rotation import (
     DURABLE,
     GROUPS,
     LOOSE,
     Measured,
     Row,
-    Spread,
     rotate,
     summarize,
 )
-from fastserial.bench.table import Column, Result, Table, number
+from fastserial.bench.table import Column, Result, Spread, Table, number
 from fastserial.bench.torch_rows import (
     Format,
     engine_rows,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.damage import bad_sectors
 
-from fastserial.checkpoints.verify.checksums import FilePart, Span
+from fastserial.checkpoints.verify.zip import FilePart, Span
 from fastserial.config import Config
 
 DATA = random.Random(1).randbytes(300_000)

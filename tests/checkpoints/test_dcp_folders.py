@@ -18,11 +18,11 @@ from support.damage import flip
 from typer.testing import CliRunner
 
 from fastserial import convert, inspect, options, verify
-from fastserial.checkpoints.streaming import FileMemory
+from fastserial.checkpoints.convert import FileMemory
 from fastserial.checkpoints.verify import checkpoints_in
 from fastserial.cli.main import app
 from fastserial.distributed import FastStorageReader, FastStorageWriter
-from fastserial.distributed.conversion.folder_source import ChunkedMemory, StoredChunk
+from fastserial.distributed.conversion import ChunkedMemory, StoredChunk
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.errors import ConvertError, CorruptCheckpointError, WriteError
 

@@ -23,8 +23,8 @@ from fastserial.checkpoints import verify as verification
 from fastserial.distributed import FastStorageReader
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.directory import read_directory
-from fastserial.loading.zip_reader import FastZipReader
+from fastserial.formats.zip_format import read_directory
+from fastserial.loading.prefetch import FastZipReader
 
 
 @pytest.mark.parametrize("what", ["convert", "load_into", "load"])

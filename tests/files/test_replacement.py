@@ -18,8 +18,7 @@ from fastserial import config
 from fastserial.errors import WriteError
 from fastserial.files import destination as replacement_module
 from fastserial.files import linux
-from fastserial.files.destination import Replacement, open_path, temporary_name
-from fastserial.files.targets import StockWay
+from fastserial.files.destination import Replacement, StockWay, open_path, temporary_name
 from fastserial.interrupts import Background
 from fastserial.saving.writer import FastFileWriter
 

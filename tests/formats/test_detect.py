@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from fastserial.formats.container import Format, detect
+from fastserial.formats.source import DescriptorSource
 
 
 def kind_of(path: Path) -> Format:
     fd = os.open(path, os.O_RDONLY)
     try:
-        return detect(fd, str(path))
+        return detect(DescriptorSource(fd), str(path))
     finally:
         os.close(fd)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +17,7 @@ from support.loading import attempt
 
 import fastserial
 from fastserial import CorruptCheckpointError, LoadReport
-from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.directory import read_directory
-from fastserial.loading import device_records, prefetch, reader
+from fastserial.loading import prefetch, reader
 from fastserial.memory.buffers import Buffer, Ring
 
 SMALL: dict[str, Any] = {"block_size": 16384, "queue_depth": 3, "small_file": 0, "cache": "drop"}
@@ -180,9 +177,9 @@ def test_a_device_without_room(
 # --- which device -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", [None, {"cpu": "cpu"}, {"cuda:7": "cpu"}, "cpu:0", HERE])
+@pytest.mark.parametrize("place", ["cpu:0", HERE])
 def test_places(files: dict[bool, Path], plug: Plug, place: Any) -> None:
-    """Where the file says, a dictionary, or the caller."""
+    """Where the caller says."""
 
     def outcome() -> tuple[Any, ...]:
         value, _, *others = attempt(lambda: torch.load(files[True], map_location=place)).seen()
@@ -196,7 +193,7 @@ def test_places(files: dict[bool, Path], plug: Plug, place: Any) -> None:
     assert bool(device.copies) or place == "cpu:0"  # which torch does not know
 
 
-@pytest.mark.parametrize("place", ["cpu", b"cpu", lambda storage, place: storage, {"cpu": b"cpu"}])
+@pytest.mark.parametrize("place", [None, b"cpu", lambda storage, place: storage, {"cpu": "cpu"}])
 def test_places_that_only_torch_knows(files: dict[bool, Path], plug: Plug, place: Any) -> None:
     with stock():
         wanted = attempt(lambda: torch.load(files[True], map_location=place)).seen()
@@ -204,31 +201,3 @@ def test_places_that_only_torch_knows(files: dict[bool, Path], plug: Plug, place
     fastserial.install(**SMALL)
     assert attempt(lambda: torch.load(files[True], map_location=place)).seen() == wanted
     assert not device.copies
-
-
-def places_of(place: Any, path: Path, text: bytes | None = None) -> Any:
-    known = sys.byteorder.encode() if text is None else text
-    reader = types.SimpleNamespace(
-        has_record=lambda name: bool(known), get_record=lambda name: known
-    )
-    with path.open("rb") as file:
-        directory = read_directory(DescriptorSource(file.fileno()))
-        return device_records.places_of(place, reader, file.fileno(), directory)
-
-
-def test_each_storage_by_itself(
-    tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tags = {1000: "cpu", 2000: "cuda:1", 3000: "cuda:0"}
-    with monkeypatch.context() as patch, stock():
-        patch.setattr(torch.serialization, "location_tag", lambda found: tags[found.nbytes()])
-        torch.save([noise(size) for size in tags], tmp_path / "a.pt")
-    monkeypatch.setattr(device_records, "_HOST", "cpu")
-    known = {"cuda:0": torch.device("cuda:0"), "cuda:1": torch.device("cuda:1")}
-    monkeypatch.setattr(device_records, "_device", known.get)
-    found = {"data/1": known["cuda:1"], "data/2": known["cuda:0"]}
-    assert places_of(None, tmp_path / "a.pt") == found
-    assert places_of({"cuda:1": "cpu"}, tmp_path / "a.pt") == {"data/2": known["cuda:0"]}
-    everything = dict.fromkeys(("cuda:0", "cuda:1"), "cpu")
-    assert places_of(everything, tmp_path / "a.pt") is None  # all on the host
-    assert places_of({"cuda:1": "cuda:9"}, tmp_path / "a.pt") is None  # torch will complain

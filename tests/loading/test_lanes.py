@@ -15,8 +15,8 @@ from support.identity import digest, fast, stock
 
 import fastserial
 from fastserial.files import linux
-from fastserial.loading import policy
-from fastserial.loading.policy import in_turns, lane_of
+from fastserial.loading import pump
+from fastserial.loading.pump import in_turns, lane_of
 from fastserial.patching import load_hooks
 
 
@@ -33,7 +33,7 @@ def _index(read: list[Place | None], nth: int) -> int:
 def test_each_lane_is_read_in_order(
     count: int, stops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "LANE_SPAN", 100)
+    monkeypatch.setattr(pump, "LANE_SPAN", 100)
     chance = random.Random(count)
     places = [Place(at) for at in sorted(chance.sample(range(3000), 200))]
     given: list[Place | None] = []
@@ -68,7 +68,7 @@ def test_cold_loads(
     with stock():
         torch.save(value, path, _use_new_zipfile_serialization=fmt == "zip")
         want = digest(torch.load(path))
-    monkeypatch.setattr(policy, "LANE_SPAN", MIB)
+    monkeypatch.setattr(pump, "LANE_SPAN", MIB)
     monkeypatch.setattr(load_hooks, "FEW_LEGACY_BYTES", 0)
     reopen, opened = linux.reopen, []
 
@@ -85,4 +85,4 @@ def test_cold_loads(
         report = fastserial.last_load_report()
     assert report is not None
     assert (report.engine, report.direct_bytes) == ("threads", 0)
-    assert len(opened) == 1 + min(descriptors, policy.LANES)
+    assert len(opened) == 1 + min(descriptors, pump.LANES)

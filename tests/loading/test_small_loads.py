@@ -10,7 +10,7 @@ import torch
 from support.identity import digest, fast, stock
 from support.loading import last_report
 
-from fastserial.files.caching import cached_fraction
+from fastserial.files.linux import cached_fraction
 
 
 @pytest.mark.parametrize(("count", "nbytes"), [(2200, 16_000), (120, 300_000)])

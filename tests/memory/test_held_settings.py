@@ -20,7 +20,7 @@ import fastserial
 from fastserial.config.performance import SWITCH_INTERVAL
 from fastserial.memory import held_settings
 from fastserial.memory.held_settings import HeldSetting, paused_collection
-from fastserial.saving.extent_writer import ExtentWriter
+from fastserial.progress import ProgressBar
 
 
 class Case(NamedTuple):
@@ -156,6 +156,7 @@ def test_saves_and_loads_pause_it(tmp_path: Path) -> None:
     watcher = _Watcher()
     _Watcher.seen = []
     state = {"w": watcher, **{str(i): torch.ones(4) for i in range(50)}}
+    state["not a small file"] = torch.zeros(9 << 20, dtype=torch.uint8)
     fastserial.install(on_report=lambda report: written.append(collects()))
     try:
         torch.save(state, path)
@@ -202,15 +203,13 @@ def test_blocks_of_a_save_are_moved_with_the_short_one(
     tmp_path: Path, usual: float, monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     seen: list[float] = []
-    real = ExtentWriter._advance
 
-    def advance(writer: ExtentWriter, length: int) -> None:
+    def advance(bar: ProgressBar, length: int) -> None:
         seen.append(sys.getswitchinterval())
         if error is not None:
             raise error
-        real(writer, length)
 
-    monkeypatch.setattr(ExtentWriter, "_advance", advance)
+    monkeypatch.setattr(ProgressBar, "update", advance)
     fastserial.install(small_file=0, block_size=65536)
     try:
         if error is None:

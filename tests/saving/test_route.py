@@ -15,13 +15,12 @@ from support.corpus import MIB
 from fastserial.config import Config
 from fastserial.engines import Capabilities, Op, Request, threads
 from fastserial.engines.threads import ThreadsEngine, transfer
-from fastserial.files import caching, linux
+from fastserial.files import linux
 from fastserial.formats.extents import Extent, Literal
 from fastserial.interrupts import Descriptors
 from fastserial.memory.buffers import BufferPool
-from fastserial.saving import route as routes
-from fastserial.saving.extent_writer import ExtentWriter
-from fastserial.saving.route import Route, choose_route
+from fastserial.saving import extent_writer as routes
+from fastserial.saving.extent_writer import ExtentWriter, Route, choose_route
 
 BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 3, "threads": 2}
 
@@ -29,7 +28,7 @@ BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 3
 @pytest.fixture
 def fd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A new file on a device that nobody measured."""
-    monkeypatch.setattr(caching, "_speeds", {})
+    monkeypatch.setattr(linux, "_speeds", {})
     found = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
     yield found
     os.close(found)
@@ -66,7 +65,7 @@ def test_what_does_not_fit_in_memory_goes_past_the_cache(
     fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need_direct(fd)
-    monkeypatch.setattr(caching, "available_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr(linux, "available_bytes", lambda: 100 * MIB)
     assert chosen(fd, 99 * MIB).kind == "trial"
     assert chosen(fd, 101 * MIB).kind == "direct"
     assert chosen(fd, 101 * MIB, cache="keep").kind == "cached"

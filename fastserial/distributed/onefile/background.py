@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -124,7 +125,7 @@ def start_save(
             saving.freeze(taken)
         with traffic.together():
             del found, modules, obj
-            work = _BackgroundSave(saving, traffic, taken, then)
+            work = partial(_write, saving, taken, then)
             save = PendingSave(path, target, taken)
             beside = pending.run_in_background(save, work, taken, traffic.idle.clear)
     except BaseException:
@@ -184,34 +185,23 @@ def _reached(values: Iterable[Any], modules: Iterable[Any]) -> Reached:
     return reached
 
 
-@dataclass(slots=True)
-class _BackgroundSave:
-    """Exchanges and writes what was planned and taken."""
-
-    saving: SaveTask
-    traffic: Traffic
-    taken: Snapshot
-    then: Callable[[], object] | None
-
-    def __call__(self) -> SaveReport:
-        saving, taken = self.saving, self.taken
-        try:
-            with self.traffic.together():
-                report = self._write()
-        except BaseException:
-            saving.give_up()
-            raise
-        finally:
-            taken.end()
-            self.traffic.idle.set()
-        if self.then is not None:
-            self.then()
-        report = replace(report, snapshot=self.taken.report())
-        publish_save(report, saving.config.on_report)
-        return report
-
-    def _write(self) -> SaveReport:
-        try:
-            return self.saving.finish(self.taken.verify)
-        except StorageChangedError as error:
-            raise TornSnapshotError(self.taken.path) from error
+def _write(saving: SaveTask, taken: Snapshot, then: Callable[[], object] | None) -> SaveReport:
+    """Exchange and write what was planned and taken."""
+    traffic = saving.traffic
+    try:
+        with traffic.together():
+            try:
+                report = saving.finish(taken.verify)
+            except StorageChangedError as error:
+                raise TornSnapshotError(taken.path) from error
+    except BaseException:
+        saving.give_up()
+        raise
+    finally:
+        taken.end()
+        traffic.idle.set()
+    if then is not None:
+        then()
+    report = replace(report, snapshot=taken.report())
+    publish_save(report, saving.config.on_report)
+    return report

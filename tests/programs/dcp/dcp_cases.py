@@ -128,7 +128,7 @@ def main() -> None:
         found = {key: blank(value, chance, grids) for key, value in whole.items()}
         load_planner = None
         if ours_plans or is_for_ours_only(found):
-            load_planner = FastLoadPlanner(broadcast=chance.choice(["auto", True]))
+            load_planner = FastLoadPlanner()
         into = wrapped(found, nested)
         dcp.load(into, storage_reader=reader, planner=load_planner)
         for key, value in whole.items():

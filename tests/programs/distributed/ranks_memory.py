@@ -53,8 +53,7 @@ def main() -> None:
         if how == "one":
             distributed.load(path, state, cast=True)
         else:
-            planner = FastLoadPlanner(broadcast=True)
-            dcp.load(state, storage_reader=FastStorageReader(path), planner=planner)
+            dcp.load(state, storage_reader=FastStorageReader(path), planner=FastLoadPlanner())
 
     save(state_of(2, 1))
     load(state_of(2, 1))

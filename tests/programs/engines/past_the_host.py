@@ -19,9 +19,8 @@ import fastserial
 from fastserial.config import Config
 from fastserial.engines.gds import cufile
 from fastserial.formats.extents import Data, Extent
-from fastserial.loading import reader, sinks
-from fastserial.loading.reader import FastFileReader
-from fastserial.loading.sinks import ReadExtent, storage_sink
+from fastserial.loading import reader
+from fastserial.loading.reader import FastFileReader, ReadExtent, storage_sink
 from fastserial.memory.storages import StorageMemory
 
 BLOCK = 16384
@@ -34,8 +33,7 @@ def main(library: str, word: str, folder: Path) -> None:
     patch.setattr(cufile, "missing", lambda: None)
     patch.setattr(cufile, "serves", lambda place: True)
     patch.setattr(cufile.CuFile, "on", lambda driver, device: contextlib.nullcontext())
-    for module in (reader, sinks):
-        patch.setattr(module, "is_on_host", lambda storage: False)
+    patch.setattr(reader, "is_on_host", lambda storage: False)
     warnings.simplefilter("ignore")
     config = Config(block_size=BLOCK, queue_depth=3, small_file=0, direct=True, transfer=word)
     wanted = torch.randint(0, 256, (20 * BLOCK + 5,), dtype=torch.uint8)

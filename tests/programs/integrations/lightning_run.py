@@ -119,9 +119,15 @@ def kill_in(number: int, kind: str) -> None:
 
         local.shutil.move = moved
     else:
-        from fastserial import trace
+        from fastserial.files.destination import Replacement
 
-        trace.listener = lambda event: hit() if event.name == "fsync" else None
+        sync = Replacement.sync
+
+        def synced(new: Replacement) -> None:
+            sync(new)
+            hit()
+
+        Replacement.sync = synced
 
 
 def main() -> None:
