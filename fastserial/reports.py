@@ -112,22 +112,16 @@ class SnapshotReport:
     """How a `save_async` kept bytes that the program went on to change.
 
     Attributes:
-        kind: `copy` or `in_place`; `blocking`: it was saved before the call returned.
+        kind: `copy`; `blocking`: it was saved before the call returned.
         stall: seconds that the call took.
         copied: bytes copied at the call.
-        budget: bytes of staging memory that the copies might take; None: half of what was free.
-        late_copied: bytes copied when a step was about to change them.
-        held: seconds that such steps were held up, copying and waiting.
-        waited: whether they waited for bytes to be written.
+        budget: bytes that the copies might take; None: half of what was free.
     """
 
     kind: str
     stall: float
     copied: int = 0
     budget: int | None = None
-    late_copied: int = 0
-    held: float = 0.0
-    waited: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

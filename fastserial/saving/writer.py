@@ -248,16 +248,11 @@ class FastFileWriter:
         ledger = CrcLedger(plan.sizes, plan.crcs) if None in plan.crcs else None
         self.write_layout(plan.extents, plan.nbytes, ledger)
 
-    def write_whole(
-        self, plan: ZipPlan, check: Callable[[], object] = bool, repeats: bool = True
-    ) -> None:
-        """Write an archive as the whole file, and close; `check` comes before the commit.
+    def write_whole(self, plan: ZipPlan) -> None:
+        """Write an archive as the whole file, and close.
 
         While a network file system fails, the archive is written again to a new file, for at most
         `retry_seconds`.
-
-        Args:
-            repeats: False: its memory may change once it was read, so it is written once.
 
         Raises:
             WriteError: the disk is full or failed.
@@ -266,11 +261,10 @@ class FastFileWriter:
             try:
                 self.write_plan(plan)
                 self.release_sources()
-                check()
                 self.close()
             except WriteError as error:
                 retries = self._destination.retries
-                if retries is None or not repeats or not retries.wait(error):
+                if retries is None or not retries.wait(error):
                     raise
                 self._begin(required(retries.open(), self.name))
                 plan = plan._replace(extents=renewed(plan.extents))

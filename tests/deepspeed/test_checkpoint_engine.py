@@ -21,7 +21,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
-WAYS = {"at once": [], "overlapped": ["--overlap", "in_place"]}  # the second: beside training
+WAYS = {"at once": [], "overlapped": ["--overlap"]}  # the second: beside training
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -15,8 +15,8 @@ from torch import nn
 import fastserial
 from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.errors import DistributedError
-from fastserial.overlap import guard, snapshot
+from fastserial.errors import DistributedError, StorageChangedError
+from fastserial.overlap.snapshot import Snapshot
 
 
 class Unsteady(ThreadsEngine):
@@ -39,10 +39,9 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def without_guards(patch: Any) -> None:
+def without_copies(patch: Any) -> None:
     """Take away what keeps files whole, by a `MonkeyPatch`."""
-    patch.setattr(guard, "protect", lambda taken: None)
-    patch.setattr(snapshot.Snapshot, "_has_changed", lambda self: False)
+    patch.setattr(Snapshot, "take", lambda self, parts: None)
 
 
 class Counting(nn.Module):
@@ -67,8 +66,8 @@ class Hostile:
     """One model and optimizer, saved again and again.
 
     Attributes:
-        counts: of files that are the state at the call ("saved"), or another one ("wrong"), of
-            saves that raised ("torn"), and of those that held up a step ("held").
+        counts: of files that are the state at the call ("saved"), or another one ("wrong"), and of
+            saves that raised ("resized"), which they do only without copies.
     """
 
     def __init__(
@@ -86,8 +85,7 @@ class Hostile:
         Args:
             dice: thrown alike by all ranks.
             save: saves objects to a path, and waits.
-            begin: the same beside the program: objects, path, kind, budget, and whether others
-                than optimizers will change the objects.
+            begin: the same beside the program, within a budget.
             moments: each rank's own dice, for how long it waits.
         """
         self.model, self.optimizer, self.dice = model, optimizer, dice
@@ -137,9 +135,8 @@ class Hostile:
         objects = {"model": self.model, "optimizer": self.optimizer, "loose": self.loose}
         self._save(objects, self.expected)
         disturb = self.dice.random() < 0.4
-        kind = self.dice.choice(["in_place", "in_place", "copy"])
         budget = self.dice.choice([None, 0, 1_000_000, 50_000_000])
-        saving = self._begin(objects, self.path, kind, budget, disturb)
+        saving = self._begin(objects, self.path, budget)
         for _ in range(self.dice.randrange(4)):
             time.sleep(self._moments.choice([0, 0, 0.002, 0.01]))
             if disturb:
@@ -147,13 +144,11 @@ class Hostile:
             else:
                 self._step()
         try:
-            report = saving.wait(100)
-        except (fastserial.TornSnapshotError, DistributedError) as error:
-            if "TornSnapshotError" not in getattr(error, "cause", repr(error)):
+            saving.wait(100)
+        except (StorageChangedError, DistributedError) as error:
+            if "StorageChangedError" not in getattr(error, "cause", repr(error)):
                 raise
-            self.counts["torn"] += 1
+            self.counts["resized"] += 1
             return
-        assert report.snapshot is not None
-        self.counts["held"] += bool(report.snapshot.late_copied or report.snapshot.waited)
         same = self.path.read_bytes() == self.expected.read_bytes()
         self.counts["saved" if same else "wrong"] += 1

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastserial
-from fastserial import Checkpointer, TornSnapshotError
+from fastserial import Checkpointer
 from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CheckpointFileError
@@ -93,10 +93,7 @@ ENTRIES: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
     "module": (lambda seed: nn.BatchNorm1d(9), lambda x: x.running_mean.add_(1)),
 }
 BOXES = ("", "", "dict", "list", "deep", "tuple")
-KINDS: list[tuple[Any, Any]] = [
-    *[(None, None)] * 2,
-    *[("copy", 0), ("copy", 100_000), ("in_place", None), ("in_place", 0)],
-]
+BUDGETS = [None, None, 0, 100_000]
 
 
 @dataclass(frozen=True)
@@ -260,9 +257,10 @@ class Objects:
                     value.mul_(0.5)
 
 
-# Changes that torch's version counters see, and those that they do not.
-SEEN = ("train", "train", "forward", "follow", "load", "settings", "forget")
-UNSEEN = ("follow_by_data", "climb_by_numpy")
+CHANGES = (
+    *("train", "train", "forward", "follow", "load", "settings", "forget"),
+    *("follow_by_data", "climb_by_numpy"),  # torch's version counters do not see these
+)
 
 
 # -- stock -----------------------------------------------------------------------------------------
@@ -333,11 +331,6 @@ class Held:
         return Engine(threads, True)
 
 
-def _is_torn(error: Exception | None) -> bool:
-    """Tell whether a save was torn; other ranks' errors are told by their names."""
-    return isinstance(error, TornSnapshotError) or "TornSnapshotError" in str(error)
-
-
 class Life:
     """A run, its folder, and which steps stock would have left there.
 
@@ -348,7 +341,6 @@ class Life:
         self,
         folder: Path,
         spec: Spec,
-        kind: str | None = None,
         budget: int | None = None,
         rank: int = 0,
         count: int = 1,
@@ -358,10 +350,9 @@ class Life:
         self.arguments: dict[str, Any] = {"keep": KEEP, "keep_every": spec.every}
         if spec.best:
             self.arguments["keep_best"] = ("loss", "min")
-        if kind is not None:
-            self.arguments |= {"snapshot": kind, "snapshot_budget": budget}
+        if budget is not None:
+            self.arguments["snapshot_budget"] = budget
         self.make = checkpointer
-        self.may_tear = kind == "in_place"
         self.held = Held()
         # What each file holds: of those that are whole for sure, and of those that may be.
         self.whole: dict[int, Any] = {}
@@ -414,8 +405,6 @@ class Life:
         return self.make(self.folder, objects.state, per_rank=objects.per_rank, **arguments)
 
     def change(self, name: str, seed: int) -> None:
-        if self.may_tear and name in UNSEEN:
-            self.wait()  # in place, the user has to
         torch.manual_seed(seed)
         getattr(self.objects, name)()
 
@@ -424,30 +413,18 @@ class Life:
         metrics = {"loss": _loss(step)}
         saving, error = self._try(lambda: self.checkpointer.save(step, metrics=metrics))
         if error is not None:
-            if self.pending is None or not _is_torn(error):
-                raise error
-            self._torn(error)
-            self.save(gap)  # the error was that of the save before
-            return
+            raise error
         assert saving is not None
         if self.pending is not None:
             self._written(another=True)
         self.step, self.pending = step, (step, expected)
         self.counts["saves"] += 1
 
-    def _torn(self, error: Exception | None) -> None:
-        if not self.may_tear:
-            raise Wrong(f"a save failed that a blocking one would have made: {error!r}") from error
-        self.counts["torn"] += 1
-        self.pending = None
-
     def wait(self, close: bool = False) -> None:
         self.held.release()
         _, error = self._try(self.checkpointer.close if close else self.checkpointer.wait)
         if error is None and self.pending is not None:
             self._written()
-        elif _is_torn(error):
-            self._torn(error)
         elif error is not None:
             raise error
 
@@ -518,8 +495,7 @@ class Life:
             try:  # what is pruned is not known
                 made = self._made(self.objects, **{**self.arguments, "keep": KEEP + 1})
                 made.save(step, metrics={"loss": _loss(step)})
-                if not self.may_tear:
-                    self.objects.climb_by_numpy()
+                self.objects.climb_by_numpy()
                 self.held.release()
                 time.sleep(delay)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -649,7 +625,7 @@ def by_chance(life: Life, dice: random.Random, events: int) -> None:
         if event.startswith("save"):
             life.save(dice.randrange(1, 3))
         if event.endswith("change"):
-            life.change(dice.choice([*SEEN, *UNSEEN]), seed)
+            life.change(dice.choice(CHANGES), seed)
         elif event == "damage":
             life.damage(dice.choice(DAMAGES), random.Random(seed))
         elif event == "wait":

@@ -11,9 +11,8 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -28,14 +27,14 @@ from hypothesis.stateful import (
 from support import ranks
 from support.damage import DAMAGES
 from support.forms import FULL
-from support.hostile import without_guards
-from support.lives import CONTROLS, KINDS, SEEN, UNSEEN, Held, Life, Spec, Wrong, slowly
+from support.hostile import without_copies
+from support.lives import BUDGETS, CHANGES, CONTROLS, Held, Life, Spec, Wrong, slowly
 
 from fastserial import Checkpointer
 
 SPECS = st.integers(0, 2**31).map(lambda seed: Spec.of(random.Random(seed)))
 SEEDS = st.integers(0, 999)
-CHANGES = st.sampled_from([*SEEN, *UNSEEN])
+NAMES = st.sampled_from(CHANGES)
 MANY = settings(
     max_examples=1000 if FULL else 50,
     stateful_step_count=25 if FULL else 14,
@@ -51,7 +50,6 @@ class Machine(RuleBasedStateMachine):
     """The events of one folder."""
 
     checkpointer: Callable[..., Checkpointer] = Checkpointer
-    kind: tuple[Any, Any] | None = None
     counts: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
@@ -62,17 +60,16 @@ class Machine(RuleBasedStateMachine):
         self.options.__enter__()
         self.life: Life | None = None
 
-    @initialize(spec=SPECS, kind=st.sampled_from(KINDS))
-    def begin(self, spec: Spec, kind: tuple[Any, Any]) -> None:
-        kind = type(self).kind or kind
-        self.life = Life(self.folder, spec, *kind, checkpointer=type(self).checkpointer)
+    @initialize(spec=SPECS, budget=st.sampled_from(BUDGETS))
+    def begin(self, spec: Spec, budget: int | None) -> None:
+        self.life = Life(self.folder, spec, budget, checkpointer=type(self).checkpointer)
         self.life.held = self.held
 
-    @rule(name=CHANGES, seed=SEEDS)
+    @rule(name=NAMES, seed=SEEDS)
     def change(self, name: str, seed: int) -> None:
         self.life.change(name, seed)
 
-    @rule(gap=st.integers(1, 2), name=CHANGES, seed=SEEDS)
+    @rule(gap=st.integers(1, 2), name=NAMES, seed=SEEDS)
     def save_and_change(self, gap: int, name: str, seed: int) -> None:
         self.life.save(gap)
         self.life.change(name, seed)
@@ -111,10 +108,8 @@ class Machine(RuleBasedStateMachine):
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def run(
-    checkpointer: Callable[..., Checkpointer], many: settings = MANY, **more: Any
-) -> Counter[str]:
-    body = {"checkpointer": staticmethod(checkpointer), "counts": Counter(), **more}
+def run(checkpointer: Callable[..., Checkpointer], many: settings = MANY) -> Counter[str]:
+    body = {"checkpointer": staticmethod(checkpointer), "counts": Counter()}
     machine = type("Machine", (Machine,), body)
     run_state_machine_as_test(machine, settings=many)
     return machine.counts
@@ -122,7 +117,6 @@ def run(
 
 pytestmark = [
     pytest.mark.timeout(7200),
-    pytest.mark.filterwarnings("ignore:.*tensors were changed while a checkpoint read them"),
     # a damaged one, beside which another process saves
     pytest.mark.filterwarnings("ignore:.*holds later checkpoints than"),
 ]
@@ -145,10 +139,10 @@ def test_a_broken_checkpointer_is_noticed(name: str) -> None:
         run(CONTROLS[name], FIRST_FAILURE)
 
 
-def test_saves_in_place_without_guards_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_guards(monkeypatch)
+def test_saves_without_copies_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_copies(monkeypatch)
     with pytest.raises((Wrong, Flaky)):  # threads are not the same twice
-        run(partial(Checkpointer, snapshot="in_place"), FIRST_FAILURE, kind=(None, None))
+        run(Checkpointer, FIRST_FAILURE)
 
 
 def counted(out: str) -> dict[str, int]:

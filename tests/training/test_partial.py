@@ -40,9 +40,9 @@ def test_only(folder: Path) -> None:
         with pytest.raises(LoadMismatchError, match="no state of new"):
             checkpointer.resume()
         assert checkpointer.resume(only=["model", "epoch"]) == 5
-        assert checkpointer.resumed == fastserial.training.partial.ResumeReport(
-            5, str(folder / "step-00000005.pt")
-        )
+        report = checkpointer.resumed
+        assert report is not None
+        assert (report.step, report.path) == (5, str(folder / "step-00000005.pt"))
         with pytest.raises(fastserial.ConfigError, match="nothing"):
             checkpointer.resume(only=["nothing"])
         with pytest.raises(fastserial.ConfigError, match="list of names"):
@@ -111,7 +111,7 @@ def test_a_dictionary_that_torch_cannot_fill_is_warned_of(tmp_path: Path) -> Non
     with (
         torch.serialization.safe_globals([Nested]),
         Checkpointer(tmp_path, {"nest": Nested(a=1)}) as checkpointer,
-        pytest.warns(UserWarning, match=r"nest \(.*Nested\)"),
+        pytest.warns(UserWarning, match=r"nest: .*Nested"),
     ):
         checkpointer.save(1)
 

@@ -231,19 +231,13 @@ class SaveTask:
         return self._decision.file.nbytes
 
     def freeze(self, taken: Snapshot) -> None:
-        """Take a snapshot of what is to be saved, between `prepare` and `finish`."""
+        """Copy what is to be saved, if there is room, between `prepare` and `finish`."""
         self._writer.freeze(taken)
 
-    def finish(self, check: Callable[[], object] | None = None) -> SaveReport:
-        """Write; return what this rank knows of the save. Collective.
-
-        Args:
-            check: called when this rank has read its bytes; raises if they are not right.
-        """
+    def finish(self) -> SaveReport:
+        """Write; return what this rank knows of the save. Collective."""
         try:
             done, outcome = self._write()
-            if check is not None:
-                check()
             self.traffic.decide(done, self._conclude)
         except OSError as error:
             raise self._explained(error) from error

@@ -71,10 +71,7 @@ class ShardWriter:
         self.seconds = {"exchange": 0.0, "write": 0.0}
 
     def freeze(self, taken: Snapshot) -> None:
-        """Take what this rank reads of the state as it is now, whatever becomes of it.
-
-        What it sends, or has in strides, is copied, if there is room.
-        """
+        """Copy what this rank reads of the state, if there is room."""
         parts: list[StoragePart] = []
         with paused_collection():
             rounds = map(self._made.round, self._made.rounds)
@@ -85,10 +82,12 @@ class ShardWriter:
                 view = self._view_of(move)
                 parts.append(StoragePart(GatheredMemory(view, 0, view.nbytes), 0, view.nbytes))
             parts += [self._sources[p.source].part(p.start, p.length) for p in pieces]
-            self._taken = dict(zip((*moves, *pieces), taken.take(parts), strict=True))
+            copies = taken.take(parts)
+            if copies is None:
+                return
+            self._taken = dict(zip((*moves, *pieces), copies, strict=True))
         for source in self._sources:
             source.release()
-        taken.begin()
 
     def write(
         self, fd: int, config: Config, exchange: Exchange, on_progress: Callable[[int], None]

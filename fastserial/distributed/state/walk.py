@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import as_dtensor
 from fastserial.distributed.state.merging import LeafSpec
 from fastserial.distributed.state.states import module_of, state_of_module, state_of_optimizer
 from fastserial.errors import ConfigError
+from fastserial.memory.storages import is_plain
 from fastserial.nests import (
     PLAIN_VALUES,
     Path,
@@ -24,7 +26,6 @@ from fastserial.nests import (
     walk,
     with_items,
 )
-from fastserial.overlap.watch import all_storages
 
 # Dictionaries whose keys name things. A Counter is a value as a whole, as is a dictionary without
 # tensors that has other keys than these, or more than anybody would give names to.
@@ -146,7 +147,9 @@ def states(obj: object, found: list[Any]) -> Any:
 def buffers_of(found: list[Any]) -> set[int]:
     """Return the identities of the storages of the buffers of modules."""
     modules = [one for one in found if isinstance(one, torch.nn.Module)]
-    return {storage for one in modules for storage in all_storages(one.buffers())}
+    buffers = [buffer for one in modules for buffer in one.buffers()]
+    plain = (one for one in buffers if not is_lazy(one) and is_plain(one))  # no DTensors
+    return {one.untyped_storage()._cdata for one in plain}
 
 
 def _replaced(value: Any, made: Mapping[int, Any], done: dict[int, Any]) -> Any:

@@ -1,22 +1,19 @@
 """A rank: saves beside a training loop that changes everything while it is saved.
 
-Arguments: folder, kind of model, trials, seed, and `unguarded` for the loop without the guards,
-which ends with the first wrong file. Prints how many files were saved, torn (the save raised) and
-wrong, and how many saves held up a step.
+Arguments: folder, kind of model, trials, seed, and `uncopied` for the loop without copies, which
+ends with the first wrong file. Prints how many files were saved and wrong.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.hostile import OPTIONS, Hostile, layers, without_guards
+from support.hostile import OPTIONS, Hostile, layers, without_copies
 from support.ranks import join
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,8 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastserial
 from fastserial import distributed
-from fastserial.distributed.onefile.background import start_save
-from fastserial.training.object_states import steady
 
 WIDTH = 520  # a weight has more than 1 MiB: every rank writes a part of it
 
@@ -42,22 +37,13 @@ def made(kind: str, count: int) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def begin(objects: Any, path: Path, kind: Any, budget: Any, disturb: bool) -> Any:
-    if disturb:
-        return distributed.save_async(
-            objects, path, snapshot=kind, snapshot_budget=budget, timeout=60
-        )
-    began: dict[str, Any] = {"group": None, "timeout": 60, "began": time.perf_counter()}
-    return start_save(objects, str(path), kind, budget, **began, steady=steady(objects))
-
-
 def main() -> None:
     rank, count = join()
     folder, kind, trials, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
-    unguarded = sys.argv[5:] == ["unguarded"]
-    if unguarded:
-        without_guards(pytest.MonkeyPatch())
+    uncopied = sys.argv[5:] == ["uncopied"]
+    if uncopied:
+        without_copies(pytest.MonkeyPatch())
     model = made(kind, count)
     dice = random.Random(seed)
     way = dice.choice([{"foreach": True}, {"fused": True}, {"foreach": False}])
@@ -66,7 +52,9 @@ def main() -> None:
         loop = Hostile(
             *(folder, model, optimizer, dice),
             save=lambda objects, path: distributed.save(objects, path, timeout=60),
-            begin=begin,
+            begin=lambda objects, path, budget: distributed.save_async(
+                objects, path, snapshot_budget=budget, timeout=60
+            ),
             moments=random.Random(seed + rank),
         )
         for _ in range(trials):
@@ -75,9 +63,9 @@ def main() -> None:
             assert {found.name for found in loop.path.parent.iterdir()} <= {"state.pt"}
             wrong = torch.tensor([loop.counts["wrong"]])
             dist.broadcast(wrong, 0)
-            if unguarded and wrong.item():
+            if uncopied and wrong.item():
                 break
-    print({name: loop.counts[name] for name in ("saved", "torn", "wrong", "held")})
+    print({name: loop.counts[name] for name in ("saved", "wrong")})
 
 
 main()

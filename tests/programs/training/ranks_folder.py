@@ -15,15 +15,12 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from support.ranks import join
 
-import fastserial
 from fastserial import Checkpointer
-from fastserial.overlap.snapshot import Snapshot
 
 
 def outcome(work: Callable[[], Any]) -> Any:
@@ -85,38 +82,11 @@ def signals(folder: Path, rank: int) -> Any:
     return found
 
 
-def torn(folder: Path, rank: int) -> Any:
-    """Save in place what is changed meanwhile: what one rank finds torn makes all copy."""
-    torch.manual_seed(1)
-    module = torch.nn.Linear(520, 520)  # a weight has more than 1 MiB: every rank writes a part
-    state = {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=1)}
-    kinds: list[Any] = []
-    options = fastserial.options(on_report=lambda report: kinds.append(report.snapshot.kind))
-    with Checkpointer(folder, state, snapshot="in_place", timeout=60) as checkpointer:
-        with mock.patch.object(Snapshot, "_has_changed", lambda self: rank == 1):
-            checkpointer.save(1)
-            found = outcome(checkpointer.wait)
-        with options:
-            checkpointer.save(2)
-            checkpointer.wait()
-    return [*found, *kinds]
-
-
-def too_early(folder: Path) -> tuple[Any, Checkpointer]:
-    """Make Checkpointers before there is a process group, with and without torchrun's variables."""
-    refused = outcome(lambda: Checkpointer(folder, {"x": 0}))
-    count = os.environ.pop("WORLD_SIZE")
-    made = Checkpointer(folder, {"x": 0})
-    os.environ["WORLD_SIZE"] = count
-    return refused, made
-
-
 def main() -> None:
     folder = Path(sys.argv[1])
-    refused, early = too_early(folder / "early")
+    found: dict[str, Any] = {"early": outcome(lambda: Checkpointer(folder, {"x": 0}))}
     rank, _ = join()
-    found: dict[str, Any] = {"early": refused + outcome(lambda: early.save(1))}
-    cases = (not_shared, held, signals, torn)
+    cases = (not_shared, held, signals)
     for case in cases:
         mine = folder / case.__name__
         mine.mkdir(exist_ok=True)

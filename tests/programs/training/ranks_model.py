@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from support.lives import CONTROLS, KINDS, Held, Life, Spec, by_chance, slowly
+from support.lives import BUDGETS, CONTROLS, Held, Life, Spec, by_chance, slowly
 from support.ranks import join
 
 from fastserial import Checkpointer
@@ -30,15 +30,15 @@ def main() -> None:
     for number in range(examples):
         dice = random.Random(f"{seed} {number}")
         spec = Spec.of(dice, WIDTH)
-        kind = dice.choice(KINDS)
+        budget = dice.choice(BUDGETS)
         held = Held()
         with slowly(held):
-            life = Life(folder / str(number), spec, *kind, rank, count, made)
+            life = Life(folder / str(number), spec, budget, rank, count, made)
             life.held = held
             try:
                 by_chance(life, dice, 10)
             except BaseException:
-                print(f"example {number}: {spec} {kind} {dict(life.counts)}", flush=True)
+                print(f"example {number}: {spec} {budget} {dict(life.counts)}", flush=True)
                 raise
         counts += life.counts
     print(" ".join(f"{name.replace(' ', '_')}={counts[name]}" for name in sorted(counts)))
