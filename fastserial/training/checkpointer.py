@@ -433,8 +433,12 @@ class Checkpointer:
             tried.add(candidate)
             try:
                 found = self._read_or_fetch(candidate, wanted)
-            except FileNotFoundError:
-                continue
+            except FileNotFoundError as error:
+                try:
+                    self._on_main(os.stat, self._folder.file(candidate))
+                except FileNotFoundError:
+                    continue
+                raise error from None  # by code of the user's: the file is there
             except CheckpointFileError as error:
                 self._manager.damaged.add(candidate)
                 other = isinstance(error, UnreadableCheckpointError)
