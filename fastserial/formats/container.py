@@ -290,6 +290,7 @@ class FolderContainer(Container):
             Where there is one of all ranks, torch loads no other.
         shards: names of the files with items.
         sizes: bytes of these files, None if one was removed meanwhile.
+        version: what distinguishes the metadata files from those that replace them.
     """
 
     format = Format.DCP.value
@@ -306,7 +307,12 @@ class FolderContainer(Container):
         self.metadata_files = [".metadata"] if ".metadata" in found else found
         self.shards = [name for name in names if name.endswith(".distcp")]
         files = (*self.metadata_files, *self.shards)
-        self.sizes = {name: _size(os.path.join(path, name)) for name in files}
+        states = {name: _state(os.path.join(path, name)) for name in files}
+        self.sizes = {name: one.st_size if one else None for name, one in states.items()}
+        some = [(name, states[name]) for name in self.metadata_files]
+        self.version = [
+            (name, (one.st_ino, one.st_mtime_ns) if one else None) for name, one in some
+        ]
         self.nbytes = sum(size or 0 for size in self.sizes.values())
 
     def read_metadata(self, name: str) -> Metadata:
@@ -395,9 +401,9 @@ class FolderContainer(Container):
         return [*notes, *super().notes()][:_MOST_NOTES]
 
 
-def _size(path: str) -> int | None:
+def _state(path: str) -> os.stat_result | None:
     try:
-        return os.stat(path).st_size
+        return os.stat(path)
     except FileNotFoundError:
         return None
 

@@ -40,7 +40,6 @@ def verify_folder(path: str, config: Config, report: VerifyReport) -> bool:
         PickleLimitError: its metadata takes too long to read.
     """
     folder = FolderContainer(path)
-    before = _versions(folder)
     report.bytes = folder.nbytes
     if not folder.metadata_files:
         report.add(Problem("missing", "there is none: the save was not completed", ".metadata"))
@@ -62,20 +61,7 @@ def verify_folder(path: str, config: Config, report: VerifyReport) -> bool:
     if spare and report.format is not None:
         shown = ", ".join(spare[:_SHOWN]) + (", ..." if len(spare) > _SHOWN else "")
         report.notes.append(f"{len(spare)} files belong to no checkpoint that torch loads: {shown}")
-    return _versions(folder) != before
-
-
-def _versions(folder: FolderContainer) -> list[tuple[int, int] | None]:
-    """Return what distinguishes each metadata file from one that replaces it."""
-    found: list[tuple[int, int] | None] = []
-    for name in folder.metadata_files:
-        try:
-            state = os.stat(os.path.join(folder.path, name))
-        except FileNotFoundError:
-            found.append(None)
-        else:
-            found.append((state.st_ino, state.st_mtime_ns))
-    return found
+    return FolderContainer(path).version != folder.version
 
 
 def _check_metadata(metadata: Metadata, name: str, report: VerifyReport) -> None:
