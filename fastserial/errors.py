@@ -211,24 +211,6 @@ class StorageChangedError(FastserialError, RuntimeError):
         return ": ".join(part for part in (self.path, super().__str__()) if part)
 
 
-class TornSnapshotError(FastserialError, RuntimeError):
-    """A tensor that was being saved in place was changed before all its bytes were read.
-
-    Nothing was saved; the previous file is intact.
-
-    Attributes:
-        path: the file.
-    """
-
-    def __init__(self, path: str) -> None:
-        super().__init__(
-            f"{path}: tensors were changed or resized while they were being saved in place, so "
-            'nothing was saved. Save with snapshot="copy", or call `wait_snapshot()` of the '
-            "pending save before you change them"
-        )
-        self.path = path
-
-
 def name_in(error: BaseException, path: str) -> None:
     """Put the target's path into an error that does not know it."""
     if isinstance(error, StorageChangedError):

@@ -112,22 +112,16 @@ class SnapshotReport:
     """How a `save_async` kept bytes that the program went on to change.
 
     Attributes:
-        kind: `copy` or `in_place`; `blocking`: it was saved before the call returned.
+        kind: `copy`; `blocking`: it was saved before the call returned.
         stall: seconds that the call took.
         copied: bytes copied at the call.
-        budget: bytes of staging memory that the copies might take; None: half of what was free.
-        late_copied: bytes copied when a step was about to change them.
-        held: seconds that such steps were held up, copying and waiting.
-        waited: whether they waited for bytes to be written.
+        budget: bytes that the copies might take; None: half of what was free.
     """
 
     kind: str
     stall: float
     copied: int = 0
     budget: int | None = None
-    late_copied: int = 0
-    held: float = 0.0
-    waited: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,19 +166,23 @@ class SaveReport(Report):
         engine: `buffered` for one plain write.
         direct: whether direct I/O was used.
         durable: whether file and directory were synced.
-        phases: `transfer`, `sync`, `commit`, and `serialize` for the rest, such as the pickle:
-            they add up to `seconds`.
+        cloned: how many of `bytes` were cloned from the `base` of the save, not written.
+        phases: `transfer`, `sync`, `commit`, `compare` with a `base`, and `serialize` for the rest,
+            such as the pickle: they add up to `seconds`.
         snapshot: of a `save_async`, else None.
         ranks: of a save of many ranks, each rank's part; on rank 0.
     """
 
     direct: bool
     durable: bool
+    cloned: int = 0
     snapshot: SnapshotReport | None = None
     ranks: tuple[RankReport, ...] = ()
 
     def __str__(self) -> str:
         details = f"direct={int(self.direct)}, durable={int(self.durable)}"
+        if self.cloned:
+            details += f", cloned={format_bytes(self.cloned)}"
         if self.snapshot is not None:
             details += f", stall={self.snapshot.stall * 1000:.0f}msec"
         return "\n  ".join([self.line("WRITE", details), *map(str, self.ranks)])

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from support.forms import dice, trials  # noqa: F401
 
-from fastserial.patching import compile as patch_compile
-from fastserial.patching import install
+from fastserial.patching import install, patches
 
 # Loads that stock itself does not repeat cannot be compared: 4 of them today.
 _MOST_INCOMPARABLE = 8
@@ -43,10 +42,9 @@ _SLOW = (
     "diagnosis/test_doctor.py",
     "distributed/test_dcp_alone.py",
     "distributed/test_dcp_ranks.py",
-    "distributed/test_dcp_runs.py",
     "distributed/test_dcp_with_stock.py",
     "distributed/test_distributed_",
-    "distributed/test_ranks",
+    "distributed/test_kills.py",
     "distributed/test_targets.py",
     "distributed/test_unstepped.py",
     "docs/",
@@ -108,12 +106,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @functools.cache
-def _compiled(version: str) -> tuple[patch_compile.Installation, tuple[CodeType, ...]]:
-    made = patch_compile.prepare(version)
+def _compiled(version: str) -> tuple[patches.Installation, tuple[CodeType, ...]]:
+    made = patches.prepare(version)
     return made, tuple(swap.ours.__code__ for swap in made.swaps)
 
 
-def _prepare(version: str) -> patch_compile.Installation:
+def _prepare(version: str) -> patches.Installation:
     """Return fresh functions: `uninstall` gives them the code of the originals."""
     made, codes = _compiled(version)
     swaps = []

@@ -22,7 +22,7 @@ from support.runs import Ran, Run
 
 PROGRAM = "lightning_run"
 STEPS = 12
-ALL = ["stock", "fast", "async", "in_place"]
+ALL = ["stock", "fast", "async"]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_the_only_checkpoint_outlives_a_kill(run: Run, unbroken: Any, tmp_path: 
     assert resumed.losses == steps(unbroken(run), 4)
 
 
-@pytest.mark.parametrize("io", ["stock", "fast", "async"])
+@pytest.mark.parametrize("io", ALL)
 def test_ddp(run: Run, unbroken: Any, io: str, tmp_path: Path) -> None:
     """Two gloo processes; the rank that saves is killed, and takes the other with it."""
     folder = tmp_path / "ckpt"
@@ -114,11 +114,3 @@ def test_fsdp2_and_one_file(run: Run, unbroken: Any, tmp_path: Path) -> None:
 def test_a_folder_that_rank_0_cannot_make(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert ranks.run("lightning_refused", 2, tmp_path, timeout=100) == ["done\n"] * 2
-
-
-def test_ddp_spawn(run: Run, tmp_path: Path) -> None:
-    """The plugin is sent to the processes, and what they save last comes back."""
-    options = {"devices": 2, "strategy": "ddp_spawn", "last": None}
-    ran = run(PROGRAM, folder=str(tmp_path / "ckpt"), io="async", **options)
-    assert ran.code == 0, ran.output
-    assert files(tmp_path / "ckpt") == ["step=10.ckpt", "step=12.ckpt"]

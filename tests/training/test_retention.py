@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import fastserial
 from fastserial import Checkpointer
 from fastserial.training import checkpointer as module
-from fastserial.training.retention import Retention, seconds_of
+from fastserial.training.folder import Retention, seconds_of
 
 
 def names(folder: Path) -> list[str]:
@@ -157,18 +157,3 @@ def test_times(text: Any) -> None:
         7200,
         604800,
     ]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"keep_every": 0},
-        {"keep_best": "loss"},
-        {"keep_best": ("loss", "least")},
-        {"keep_for": "soon"},
-        {"every": "10"},
-    ],
-)
-def test_wrong_arguments(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(fastserial.ConfigError, match=f"^{next(iter(wrong))} must be "):
-        Checkpointer(tmp_path, {}, **wrong)

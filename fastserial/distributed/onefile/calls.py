@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastserial.distributed.onefile.loader import load_file
-from fastserial.distributed.onefile.safetensors import holds_safetensors, load_folder, save_folder
+from fastserial.distributed.onefile.safetensors import save_folder
 from fastserial.distributed.onefile.saver import TIMEOUT, Writers, save_file
 from fastserial.errors import ConfigError
 from fastserial.formats.container import is_dcp_folder
@@ -86,8 +86,9 @@ def load(
         distributed.load("ckpt.pt", target)  # on every rank
 
     The file is any that `torch.load` reads with `weights_only=True`: of stock torch or of `save`,
-    zip or legacy, saved from any placement; or a folder of torch.distributed.checkpoint. Only the
-    bytes that some rank needs are read, each by one rank, which sends it on.
+    zip or legacy, saved from any placement; or a folder with the safetensors files of a model; or
+    one of torch.distributed.checkpoint. Only the bytes that some rank needs are read, each by one
+    rank, which sends it on.
 
     Args:
         path: the file; every rank must see it, or a copy of it.
@@ -118,6 +119,4 @@ def load(
         from fastserial.distributed.onefile.dcp_folder import load_dcp_folder
 
         return load_dcp_folder(path, into, group, strict, cast, timeout)
-    if holds_safetensors(path):
-        return load_folder(path, into, group, broadcast, strict, cast, timeout)
     return load_file(path, into, group, broadcast, strict, cast, timeout)

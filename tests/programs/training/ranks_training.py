@@ -45,6 +45,8 @@ def made(kind: str, count: int) -> nn.Module:
     model: Any = nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)
     )
+    if kind == "plain":
+        return model
     if kind == "ddp":
         model = DistributedDataParallel(model)
         model.register_comm_hook(count, in_order)
@@ -72,16 +74,13 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "draws": 0}
     pending: list[tuple[int, fastserial.PendingSave]] = []
-    how: Any = "in_place" if kind == "fsdp" else "copy"
 
     def over(report: fastserial.SaveReport) -> None:
         flags[rank] = 0
 
     with (
         fastserial.options(on_report=over, durable=False),
-        fastserial.Checkpointer(
-            folder, state, keep=2, every=every, snapshot=how, timeout=60
-        ) as checkpointer,
+        fastserial.Checkpointer(folder, state, keep=2, every=every, timeout=60) as checkpointer,
         warnings.catch_warnings(record=True) as warned,
     ):
         warnings.simplefilter("always", RuntimeWarning)
