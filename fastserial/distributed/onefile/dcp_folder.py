@@ -28,7 +28,7 @@ from fastserial.errors import DistributedError, LoadMismatchError
 from fastserial.reports import LoadReport, RankReport, publish_load
 
 
-class _Contents(NamedTuple):
+class _FolderContents(NamedTuple):
     """What a folder holds.
 
     Attributes:
@@ -40,7 +40,7 @@ class _Contents(NamedTuple):
     keys: dict[int, str]
 
 
-class _Found(NamedTuple):
+class _FolderFit(NamedTuple):
     """What a rank found when it compared."""
 
     problems: list[str]
@@ -63,12 +63,12 @@ def load_dcp_folder(
         with collective(group, timeout) as traffic:
             config = current()
             name = path_of(path, into, "distributed.load(path, into)")
-            contents: _Contents = traffic.decide(None, lambda _: _contents_of(name))
+            contents: _FolderContents = traffic.decide(None, lambda _: _contents_of(name))
             leaves = file_leaves(contents.value)
             match = Match(traffic.rank, traffic.ranks, cast)
             match.compare(into, contents.value)
-            found = _Found(match.problems, match.missing, set(unused(leaves, match.used)))
-            every: list[_Found] = traffic.decide(found, lambda every: every)
+            found = _FolderFit(match.problems, match.missing, set(unused(leaves, match.used)))
+            every: list[_FolderFit] = traffic.decide(found, lambda every: every)
             unexpected = sorted(set.intersection(*(one.unused for one in every)))
             names = [path_name(leaves[number][0]) for number in unexpected]
             missing = [one.missing for one in every]
@@ -110,11 +110,11 @@ def load_dcp_folder(
     return report
 
 
-def _contents_of(path: str) -> _Contents:
+def _contents_of(path: str) -> _FolderContents:
     """Read what is in a folder, without the bytes of tensors. Executes no pickle."""
     source = FolderSource(path)
     try:
-        return _Contents(_numbered(without_bytes(source.value, source)), source.keys)
+        return _FolderContents(_numbered(without_bytes(source.value, source)), source.keys)
     finally:
         source.close()
 

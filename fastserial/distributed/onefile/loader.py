@@ -404,10 +404,7 @@ def _files_of(path: str) -> list[str]:
         return list(read_index(index))
     if os.path.exists(os.path.join(path, ONE_FILE)):
         return [ONE_FILE]
-    text = (
-        "it is a folder without safetensors files. Load one of torch.distributed.checkpoint by "
-        "dcp.load (with FastStorageReader), or make a file of it: fastserial.convert(folder, file)"
-    )
+    text = "it is a folder, neither of safetensors files nor of torch.distributed.checkpoint"
     raise IsADirectoryError(errno.EISDIR, text, path)
 
 
