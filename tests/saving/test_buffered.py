@@ -52,12 +52,6 @@ def test_checksums_where_writes_are_short(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "a").read_bytes() == bytes(5) + b"head" + NOISE + b"...." + crc
 
 
-def test_a_write_of_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
-    with (tmp_path / "a").open("wb") as file, pytest.raises(OSError, match="3 bytes were not"):
-        fill.write_all(file.fileno(), memoryview(b"abc"), 0)
-
-
 def test_what_another_thread_may_change_is_copied_before_its_checksum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
