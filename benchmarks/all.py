@@ -18,8 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fastserial.bench.machine import this_machine
-from fastserial.bench.table import check_files
+from fastserial.bench.table import check_files, this_machine
 from fastserial.console import say
 from fastserial.errors import FastserialError
 

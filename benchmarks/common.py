@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastserial.bench.measure import BenchError, parse_bytes
-from fastserial.bench.rotation import Spread
-from fastserial.bench.table import Result, Table, check_files
+from fastserial.bench.table import Result, Spread, Table, check_files
 from fastserial.console import say
 from fastserial.errors import FastserialError
 from fastserial.progress import show_line

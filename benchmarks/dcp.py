@@ -50,9 +50,8 @@ from torch.distributed.tensor import DTensor, Shard
 from fastserial.bench import fio
 from fastserial.bench.measure import MB, Sample
 from fastserial.bench.payload import fill, tensor_sizes
-from fastserial.bench.rotation import Spread, ratio
 from fastserial.bench.state import check_memory, chill, fetch_free_memory, scratch, settle
-from fastserial.bench.table import Column, Result, Table, number, verdict
+from fastserial.bench.table import Column, Result, Spread, Table, number, ratio, verdict
 from fastserial.bench.table import size as shown
 from fastserial.bench.torch_rows import stock
 from fastserial.distributed import (

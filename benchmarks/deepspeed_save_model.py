@@ -27,11 +27,10 @@ from ranks import WORKER, everywhere, finish, fresh, run_ranks, start
 
 import fastserial
 from fastserial import engines
-from fastserial.bench.compare import digest
 from fastserial.bench.measure import MB, BenchError
-from fastserial.bench.rotation import Spread, ratio
+from fastserial.bench.payload import digest
 from fastserial.bench.state import scratch
-from fastserial.bench.table import Column, Result, Table, number, size, verdict
+from fastserial.bench.table import Column, Result, Spread, Table, number, ratio, size, verdict
 from fastserial.bench.torch_rows import sync
 from fastserial.files.durable import sync_folders
 

@@ -41,12 +41,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fastserial import distributed, last_save_report
 from fastserial.bench import fio
-from fastserial.bench.compare import digest
 from fastserial.bench.measure import MB, Sample
-from fastserial.bench.payload import fill, tensor_sizes
-from fastserial.bench.rotation import Spread, ratio
+from fastserial.bench.payload import digest, fill, tensor_sizes
 from fastserial.bench.state import check_memory, scratch
-from fastserial.bench.table import Column, Result, Table, number, verdict
+from fastserial.bench.table import Column, Result, Spread, Table, number, ratio, verdict
 from fastserial.bench.table import size as shown
 from fastserial.bench.torch_rows import stock, sync
 from fastserial.reports import format_bytes

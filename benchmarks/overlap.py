@@ -18,7 +18,6 @@ import statistics
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -29,11 +28,10 @@ from torch import nn
 from torch.nn import functional
 
 import fastserial
-from fastserial.bench.compare import different_tensors, unshared
 from fastserial.bench.measure import BenchError
-from fastserial.bench.rotation import Spread
+from fastserial.bench.payload import different_tensors, unshared
 from fastserial.bench.state import check_memory, scratch, settle
-from fastserial.bench.table import Column, Result, Table, number, verdict
+from fastserial.bench.table import Column, Result, Spread, Table, number, verdict
 from fastserial.bench.torch_rows import fast, stock, sync
 from fastserial.reports import format_bytes
 
@@ -177,8 +175,8 @@ class _Pending:
         self._wait = None
 
 
-def _beside(snapshot: Any, state: dict[str, Any], path: Path) -> Callable[[], object]:
-    return fastserial.save_async(state, path, snapshot=snapshot).wait
+def _beside(state: dict[str, Any], path: Path) -> Callable[[], object]:
+    return fastserial.save_async(state, path).wait
 
 
 def _dcp(state: dict[str, Any], path: Path) -> Callable[[], object]:
@@ -229,8 +227,7 @@ class _Lightning:
 _SAVERS: dict[str, tuple[Callable[[], _Saver], str, bool]] = {
     "stock torch.save": (lambda: _Blocking(False), "torch", True),
     "fastserial, blocking": (lambda: _Blocking(True), "torch", True),
-    "fastserial, copy": (lambda: _Pending(partial(_beside, "copy")), "torch", True),
-    "fastserial, in place": (lambda: _Pending(partial(_beside, "in_place")), "torch", True),
+    "fastserial, save_async": (lambda: _Pending(_beside), "torch", True),
     "DCP async_save": (lambda: _Pending(_dcp), "torch", False),
     "torch_checkpointing, not durable": (_TorchCheckpointing, "torch_checkpointing", False),
     "Lightning AsyncCheckpointIO, not durable": (_Lightning, "lightning", True),

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from fastserial import engines
-from fastserial.bench.compare import different_tensors, unshared
 from fastserial.bench.measure import Sample, measure
+from fastserial.bench.payload import different_tensors, unshared
 from fastserial.bench.rotation import DURABLE, LOOSE, Row
 from fastserial.bench.torch_rows import Format, fast, sync, zip_holds
 

@@ -28,9 +28,8 @@ from overlap import SHAPES, Training
 
 import fastserial
 from fastserial.bench.measure import BenchError
-from fastserial.bench.rotation import Spread
 from fastserial.bench.state import chill, scratch, settle
-from fastserial.bench.table import Column, Result, Table, number, verdict
+from fastserial.bench.table import Column, Result, Spread, Table, number, verdict
 from fastserial.bench.torch_rows import sync
 
 _WORKER = "--train"

@@ -27,8 +27,7 @@ from fastserial.config import TRANSFERS, Config, parse_size
 from fastserial.config.performance import KiB, MiB
 from fastserial.engines.gds.memory import missing
 from fastserial.errors import ConfigError, EngineUnavailableError
-from fastserial.loading.reader import FastFileReader
-from fastserial.loading.sinks import ReadExtent, storage_sink
+from fastserial.loading.reader import FastFileReader, ReadExtent, storage_sink
 from fastserial.reports import Transfer
 from fastserial.saving.writer import FastFileWriter
 

@@ -25,9 +25,8 @@ from common import Picture, Say, Script, size
 
 import fastserial
 from fastserial.bench.payload import mixed_state
-from fastserial.bench.rotation import Spread
 from fastserial.bench.state import check_memory, scratch, settle
-from fastserial.bench.table import Column, Result, Table, number
+from fastserial.bench.table import Column, Result, Spread, Table, number
 from fastserial.bench.torch_rows import fast, stock, sync
 from fastserial.reports import format_bytes
 
@@ -69,8 +68,7 @@ def _measure(options: argparse.Namespace, say: Say) -> Result:
     saves: dict[str, Callable[[Path], object]] = {
         "nothing, a second": lambda path: sleep(1),
         "stock torch.save in a thread": partial(_stock, state),
-        "fastserial, copy": partial(_beside, state, "copy"),
-        "fastserial, in place": partial(_beside, state, "in_place"),
+        "fastserial, save_async": partial(_beside, state),
     }
     found: dict[str, list[_Spun]] = {name: [] for name in saves}
     with scratch(options.folder, options.size + _HEADROOM) as folder:
@@ -108,8 +106,8 @@ def _stock(state: dict[str, Any], path: Path) -> None:
     sync(path)
 
 
-def _beside(state: dict[str, Any], snapshot: Any, path: Path) -> None:
-    fastserial.save_async(state, path, snapshot=snapshot).wait()
+def _beside(state: dict[str, Any], path: Path) -> None:
+    fastserial.save_async(state, path).wait()
 
 
 def _has_account() -> bool:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # what type checkers see of `_HOMES`, below
         LoadMismatchError as LoadMismatchError,
         PatchError as PatchError,
         StorageChangedError as StorageChangedError,
-        TornSnapshotError as TornSnapshotError,
         UnreadableCheckpointError as UnreadableCheckpointError,
         UnreadableTensorError as UnreadableTensorError,
         UnsupportedTorchWarning as UnsupportedTorchWarning,
@@ -77,7 +76,7 @@ _HOMES = {
     "errors": (
         "CheckpointKeyError CheckpointReplacedError ConfigError ConvertError "
         "CorruptCheckpointError DistributedError EngineUnavailableError FastserialError "
-        "LoadMismatchError PatchError StorageChangedError TornSnapshotError "
+        "LoadMismatchError PatchError StorageChangedError "
         "UnreadableCheckpointError UnreadableTensorError UnsupportedTorchWarning WriteError"
     ),
     "memory.buffers": "free_pinned",

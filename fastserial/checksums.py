@@ -152,3 +152,7 @@ class CrcLedger:
             self._failed = True
             self._cause = self._cause or cause
             self._changed.notify_all()
+
+    def end(self) -> None:
+        """Forget the cause, whose traceback leads to this ledger; nobody waits any more."""
+        self._cause = None

@@ -9,38 +9,6 @@ from __future__ import annotations
 import errno
 import os
 
-__all__ = [
-    "REMEDIES",
-    "CheckpointFileError",
-    "CheckpointKeyError",
-    "CheckpointReplacedError",
-    "ConfigError",
-    "ConvertError",
-    "CorruptCheckpointError",
-    "DistributedError",
-    "EngineError",
-    "EngineUnavailableError",
-    "FastserialError",
-    "LayoutError",
-    "LoadMismatchError",
-    "PatchError",
-    "PickleLimitError",
-    "RemoteError",
-    "StorageChangedError",
-    "TornSnapshotError",
-    "TransferAbandonedError",
-    "TruncatedCheckpointError",
-    "UnknownPlacementError",
-    "UnreadableCheckpointError",
-    "UnreadableTensorError",
-    "UnsupportedTorchWarning",
-    "WriteError",
-    "distributed_error",
-    "distributed_kind",
-    "name_in",
-    "write_error",
-]
-
 
 class FastserialError(Exception):
     """Base of everything fastserial raises on purpose."""
@@ -241,24 +209,6 @@ class StorageChangedError(FastserialError, RuntimeError):
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.path, super().__str__()) if part)
-
-
-class TornSnapshotError(FastserialError, RuntimeError):
-    """A tensor that was being saved in place was changed before all its bytes were read.
-
-    Nothing was saved; the previous file is intact.
-
-    Attributes:
-        path: the file.
-    """
-
-    def __init__(self, path: str) -> None:
-        super().__init__(
-            f"{path}: tensors were changed or resized while they were being saved in place, so "
-            'nothing was saved. Save with snapshot="copy", or call `wait_snapshot()` of the '
-            "pending save before you change them"
-        )
-        self.path = path
 
 
 def name_in(error: BaseException, path: str) -> None:

@@ -20,12 +20,14 @@ import contextlib
 import errno
 import operator
 import os
+import signal
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import repeat
+from traceback import walk_tb
 
 from fastserial.errors import FastserialError
 
@@ -59,10 +61,14 @@ def finish(*steps: Callable[[], object]) -> None:
 
 
 def raised_by_handler(error: BaseException) -> bool:
-    """Return whether an `OSError` is a signal handler's: neither ours nor a system call's.
+    """Return whether a signal handler raised an error.
 
-    System calls set `errno`; `raise TimeoutError` does not.
+    Its traceback has a frame of a handler; or it is an `OSError` that is neither ours nor a system
+    call's, which sets `errno`: `raise TimeoutError` does not.
     """
+    handlers = {getattr(signal.getsignal(one), "__code__", None) for one in signal.valid_signals()}
+    if any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__)):
+        return True
     if not isinstance(error, OSError) or isinstance(error, FastserialError):
         return False
     return error.errno is None

@@ -71,8 +71,3 @@ class ProgressBar:
         except Exception as error:
             self._name = None
             _log.warning("the progress cannot be shown: %r", error)
-
-
-def progress_bar(wanted: bool, name: str) -> ProgressBar:
-    """Return one that shows the progress if it is wanted, else one that shows nothing."""
-    return ProgressBar(name if wanted else None)

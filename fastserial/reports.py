@@ -1,4 +1,4 @@
-"""What a save or a load did, in fio's terms: bytes, seconds, bandwidth, latencies, engine."""
+"""What a save or a load did, in fio's terms: bytes, seconds, bandwidth, engine."""
 
 from __future__ import annotations
 
@@ -36,35 +36,6 @@ def format_bandwidth(bytes_per_second: float) -> str:
     return f"{binary}/s ({_scaled(bytes_per_second, 1000, _DECIMAL)}/s)"
 
 
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """Latencies of a save's writes, in seconds."""
-
-    count: int = 0
-    mean: float = 0.0
-    p50: float = 0.0
-    p95: float = 0.0
-    p99: float = 0.0
-    max: float = 0.0
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Latency:
-        """Return the summary of a list of latencies."""
-        if not seconds:
-            return NO_LATENCY
-        ordered = sorted(seconds)
-        last = len(ordered) - 1
-
-        def at(fraction: float) -> float:
-            return ordered[round(fraction * last)]
-
-        mean = sum(ordered) / len(ordered)
-        return cls(len(ordered), mean, at(0.50), at(0.95), at(0.99), ordered[-1])
-
-
-NO_LATENCY = Latency()
-
-
 class Transfer(NamedTuple):
     """The transfer type that was taken (see `Config.transfer`), and why it was."""
 
@@ -86,10 +57,7 @@ class Report:
         seconds: from opening the file to its last byte or sync, the pickle included.
         engine: the engine that moved the bytes.
         fallback: why they were not moved in the fastest manner, or None.
-        block_size, queue_depth, threads: the settings used (bytes, blocks, threads).
         phases: seconds per phase.
-        submit: latency from queueing a block until its transfer starts.
-        complete: latency of the transfer itself.
         transfer: the transfer type taken, as in `Config.transfer`; `cpu` if no device took part.
         transfer_why: why it was taken, for tensors on devices.
     """
@@ -100,12 +68,7 @@ class Report:
     seconds: float
     engine: str
     fallback: str | None = None
-    block_size: int = 0
-    queue_depth: int = 0
-    threads: int = 0
     phases: dict[str, float] = field(default_factory=dict)
-    submit: Latency = NO_LATENCY
-    complete: Latency = NO_LATENCY
     transfer: str = HOST_ONLY.word
     transfer_why: str = HOST_ONLY.why
 
@@ -149,22 +112,16 @@ class SnapshotReport:
     """How a `save_async` kept bytes that the program went on to change.
 
     Attributes:
-        kind: `copy` or `in_place`; `blocking`: it was saved before the call returned.
+        kind: `copy`; `blocking`: it was saved before the call returned.
         stall: seconds that the call took.
         copied: bytes copied at the call.
-        budget: bytes of staging memory that the copies might take; None: half of what was free.
-        late_copied: bytes copied when a step was about to change them.
-        held: seconds that such steps were held up, copying and waiting.
-        waited: whether they waited for bytes to be written.
+        budget: bytes that the copies might take; None: half of what was free.
     """
 
     kind: str
     stall: float
     copied: int = 0
     budget: int | None = None
-    late_copied: int = 0
-    held: float = 0.0
-    waited: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,28 +50,28 @@ FAULTS = [
     Fault("nothing waits for the writes", "saving/extent_writer.py", "while queue is not None and queue.is_busy:", "while False:"),  # noqa: E501
     Fault("a failed save fails no ledger", "saving/extent_writer.py", "self._ledger.fail()  #", "pass  #"),  # noqa: E501
     Fault("a gap in the file ends no block", "saving/extent_writer.py", "if offset != self._block_end:", "if False:"),  # noqa: E501
-    Fault("the CRC-32 begins anew in each chunk", "saving/fill.py", "crc = checksum(view[done : done + size], crc)", "crc = checksum(view[done : done + size])"),  # noqa: E501
+    Fault("the CRC-32 begins anew in each chunk", "saving/fill.py", "crc = crc32(view[done : done + size], crc)", "crc = crc32(view[done : done + size])"),  # noqa: E501
     Fault("the CRC-32 is entered at byte 0", "saving/fill.py", "ledger.add(record, start, length, crc)", "ledger.add(record, 0, length, crc)"),  # noqa: E501
-    Fault("a group of a small file begins where the one before does", "saving/fill.py", "group, nbytes = [], 0", "group = []"),  # noqa: E501
-    Fault("the file is not synced", "saving/writer.py", "                self._destination.sync()", "                pass"),  # noqa: E501
+    Fault("a block without an engine is written at byte 0", "saving/extent_writer.py", "self._write_cached(view, offset)", "self._write_cached(view, 0)"),  # noqa: E501
+    Fault("the file is not synced", "saving/writer.py", "            self._run(\"sync\", self._destination.sync)", "            pass"),  # noqa: E501
     Fault("the file object is left where it was", "saving/writer.py", "self._destination.file.seek(self._destination.start + self._written)", "pass"),  # noqa: E501
     Fault("a forked child discards its parent's file", "saving/writer.py", "if os.getpid() != self._pid:", "if False:"),  # noqa: E501
     Fault("a short read counts as whole", "loading/pump.py", "while moved < block.length:", "while False:"),  # noqa: E501
     Fault("any error is taken for refused direct I/O", "loading/pump.py", "if error.errno != errno.EINVAL:", "if False:"),  # noqa: E501
     Fault("a read too few is waited for", "loading/pump.py", "        while self.in_flight:\n            self.reap()", "        while self.in_flight > 1:\n            self.reap()"),  # noqa: E501
-    Fault("a direct read begins a block late", "loading/planner.py", "start = near[0].offset - near[0].offset % alignment", "start = near[0].offset + -near[0].offset % alignment"),  # noqa: E501
-    Fault("runs are joined over large holes", "loading/planner.py", "at - end > NEAR_EXTENTS", "at - end > 2**40"),  # noqa: E501
-    Fault("a part forgets where its sink begins", "loading/sinks.py", "self.start + first - self.offset)", "self.start)"),  # noqa: E501
+    Fault("a direct read begins a block late", "loading/reader.py", "start = near[0].offset - near[0].offset % alignment", "start = near[0].offset + -near[0].offset % alignment"),  # noqa: E501
+    Fault("runs are joined over large holes", "loading/reader.py", "at - end > NEAR_EXTENTS", "at - end > 2**40"),  # noqa: E501
+    Fault("a part forgets where its sink begins", "loading/reader.py", "self.start + first - self.offset)", "self.start)"),  # noqa: E501
     Fault("memory is taken without a bound", "loading/prefetch.py", "elif self._held and self._held + group.nbytes > LOOK_AHEAD:", "elif False:"),  # noqa: E501
     Fault("a group is there with its first block", "loading/prefetch.py", "self.left = (self.left or 0) - 1", "self.left = 0"),  # noqa: E501
     Fault("damage found while reading ahead is kept silent", "loading/prefetch.py", "if isinstance(self.error, CorruptCheckpointError):\n                    raise", "if False:\n                    raise"),  # noqa: E501
     Fault("a block goes to a rank twice", "distributed/plan/division.py", "return -(-first // GRAIN), stop // GRAIN", "return first // GRAIN, -(-stop // GRAIN)"),  # noqa: E501
-    Fault("moves come in another order", "distributed/plan/schedule.py", "moves.sort(key=_elements_of)", "moves.sort(key=_elements_of, reverse=found.receives and moves in found.receives.values())"),  # noqa: E501
-    Fault("a tile ends where another range's does", "distributed/plan/schedule.py", "min(stop, end + shift)", "min(stop, end)"),  # noqa: E501
+    Fault("a move goes to another place of its tile", "distributed/plan/schedule.py", "tile = at + piece.offset - first", "tile = at"),  # noqa: E501
+    Fault("a tile ends where another range's does", "distributed/plan/schedule.py", "end = min(stop, first + tile_bytes - used)", "end = min(stop, first + tile_bytes)"),  # noqa: E501
     Fault("another rank's file is not compared", "distributed/onefile/shared_file.py", "if (found.st_ino, found.st_size) != (identity.inode, identity.nbytes):", "if False:"),  # noqa: E501
     Fault("another rank does not sync", "distributed/onefile/shared_file.py", "        os.fsync(self.fd)", "        pass"),  # noqa: E501
     Fault("copies are not compared", "distributed/ranks/copies.py", "if first.setdefault(leaf, checksum) != checksum:", "if first.setdefault(leaf, checksum) is None:"),  # noqa: E501
-    Fault("CRC-32s are combined with a wrong length", "distributed/onefile/shard_writer.py", "crc32_combine(last.crc, piece.crc, piece.length)", "crc32_combine(last.crc, piece.crc, last.length)"),  # noqa: E501
+    Fault("CRC-32s are combined with a wrong length", "checksums.py", "crc32_combine(total, piece.crc, piece.length)", "crc32_combine(total, piece.crc, pieces[0].length)"),  # noqa: E501
     Fault("an older shard file stays", "distributed/dcp/storage_writer.py", "        folder.sweep(self._alone)\n\n    def storage_meta", "\n    def storage_meta"),  # noqa: E501
 ]
 # fmt: on

@@ -26,11 +26,9 @@ from typing import Any
 import torch
 
 from fastserial.bench import fio
-from fastserial.bench.bench import Bench
-from fastserial.bench.compare import fingerprints
 from fastserial.bench.measure import BenchError, Sample, measure
-from fastserial.bench.payload import check_gpu, mixed_state
-from fastserial.bench.rotation import COLD, Row
+from fastserial.bench.payload import check_gpu, fingerprints, mixed_state
+from fastserial.bench.rotation import COLD, Bench, Row
 from fastserial.bench.state import check_memory, chill, fetch_free_memory, scratch, warm
 from fastserial.bench.table import MEASURED, Column, Result, verdict
 from fastserial.bench.torch_rows import fast, stock, write
@@ -271,7 +269,7 @@ def _timed(saved: _Saved, reader: Reader, compare: bool) -> tuple[Sample, Mappin
         used = measure(load)
     report = last_load_report() if not reader.is_peer else None
     if report is not None:
-        used = replace(used, latency=report.complete, fallback=report.fallback)
+        used = replace(used, fallback=report.fallback)
     return used, fingerprints(kept[0]) if compare else None
 
 

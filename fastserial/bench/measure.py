@@ -12,7 +12,6 @@ from pathlib import Path
 
 from fastserial.config import parse_size
 from fastserial.errors import ConfigError, FastserialError
-from fastserial.reports import Latency
 
 MB, GB = 1000**2, 1000**3
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -34,7 +33,6 @@ class Sample:
         cpu_seconds: processor time of all threads of this process, user and system.
         extra_bytes: peak of resident memory above what was resident before; None where the
             kernel does not let us reset the peak.
-        latency: of the single requests (seconds), where the row knows them.
         fallback: why the transfer was slower than possible, or None.
     """
 
@@ -42,7 +40,6 @@ class Sample:
     seconds: float
     cpu_seconds: float
     extra_bytes: int | None = None
-    latency: Latency | None = None
     fallback: str | None = None
 
     @property

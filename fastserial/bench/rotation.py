@@ -1,18 +1,22 @@
-"""Runs rows interleaved, A B C A B C, so that drift of the machine affects all of them alike."""
+"""Rows run interleaved, A B C A B C, so that drift of the machine affects all of them alike.
+
+`Bench` is what `bench save` and `bench load` share: the settings, and from rows to a result.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
-import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastserial.bench.compare import digest
+from fastserial.bench import fio
 from fastserial.bench.measure import GB, BenchError, Sample
+from fastserial.bench.payload import digest
 from fastserial.bench.state import settle
+from fastserial.bench.table import Column, Result, Spread, Table, ratio
 
 # Groups: rows of one group have the same guarantee, and only they are compared.
 DURABLE = "durable"
@@ -127,36 +131,6 @@ def _remove(path: Path) -> None:
 # -- summary -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A median with its least and greatest value."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Spread:
-        """Return the spread of at least one value: `Spread.of([3, 1, 2]) == Spread(2, 1, 3)`."""
-        found = sorted(values)
-        return cls(statistics.median(found), found[0], found[-1])
-
-
-def ratio(
-    seconds: Sequence[float], base: Sequence[float] | None, scale: float = 1.0
-) -> Spread | None:
-    """Return how many times as fast as another row one was, run by run of the same round.
-
-    Args:
-        seconds: of each run; `base`: those of the other row, if there is one.
-        scale: how many times as many bytes this row moved.
-    """
-    if not seconds or not base:
-        return None
-    pairs = zip(seconds, base, strict=True)
-    return Spread.of(theirs / mine * scale for mine, theirs in pairs)
-
-
 def summarize(measured: Sequence[Measured], fio: str | None = None) -> list[dict[str, Any]]:
     """Return what a table shows of each row that ran.
 
@@ -202,3 +176,80 @@ def summarize(measured: Sequence[Measured], fio: str | None = None) -> list[dict
             }
         )
     return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What to measure, and how.
+
+    Attributes:
+        folder: where to write; its disk is what is measured.
+        nbytes, tensors: of a state dict of mixed sizes.
+        gpu: its tensors are on the CUDA device.
+        runs: rounds that count; one warm-up comes before.
+        with_fio: compare with fio.
+        pause: seconds of rest between two runs.
+    """
+
+    folder: Path
+    nbytes: int = 3 << 30
+    tensors: int = 300
+    gpu: bool = False
+    runs: int = 5
+    with_fio: bool = True
+    pause: float = 0.3
+
+    @property
+    def device(self) -> str:
+        """Where the tensors are."""
+        return "cuda" if self.gpu else "cpu"
+
+    def best_of_fio(
+        self, once: Callable[[fio.FioSettings], Sample], missing: dict[str, str]
+    ) -> fio.FioSettings | None:
+        """Return the settings with which fio is fastest; None, and why in `missing`, without fio.
+
+        Args:
+            once: runs fio once, as `fastserial.bench.fio.best` has it.
+        """
+        try:
+            if not self.with_fio:
+                raise BenchError("switched off (--no-fio)")
+            return fio.best(once)
+        except BenchError as error:
+            missing["fio"] = str(error)
+            return None
+
+    def run(
+        self,
+        name: str,
+        what: str,
+        rows: Sequence[Row],
+        folder: Path,
+        missing: dict[str, str],
+        columns: Sequence[Column],
+        say: Callable[[str], None],
+    ) -> Result:
+        """Run rows in turn, and return the table of them.
+
+        Args:
+            name: of the benchmark.
+            what: what is saved or loaded.
+            rows: that of fio is the first, if it is there.
+            folder: where they write.
+            missing: rows that are not there, and why; those that cannot run are added.
+            columns: of the table.
+            say: receives a text for each step.
+
+        Raises:
+            BenchError: a row that is not optional cannot run.
+        """
+        measured = rotate(rows, folder, self.runs, self.pause, say)
+        missing |= {one.row.name: one.problem for one in measured if one.problem is not None}
+        found = summarize(measured, rows[0].name if rows[0].name.startswith("fio") else None)
+        caption = (
+            f"{what}; medians of {self.runs} interleaved runs (least–greatest); ratios are of runs "
+            "of the same round"
+        )
+        settings: dict[str, Any] = {**asdict(self), "folder": str(self.folder), "subject": what}
+        return Result(name, self.folder, caption, settings, [Table(found, columns)], missing)

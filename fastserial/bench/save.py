@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fastserial.bench import fio
-from fastserial.bench.bench import Bench
-from fastserial.bench.compare import tensors_of, unshared
 from fastserial.bench.measure import Sample
-from fastserial.bench.payload import mixed_state
-from fastserial.bench.rotation import DURABLE, GROUPS, Row
+from fastserial.bench.payload import mixed_state, tensors_of, unshared
+from fastserial.bench.rotation import DURABLE, GROUPS, Bench, Row
 from fastserial.bench.state import check_memory, scratch, settle
 from fastserial.bench.table import CHECKED, MEASURED, Result
 from fastserial.bench.torch_rows import Format, engine_rows, fast, torch_rows

@@ -16,9 +16,8 @@ from types import FrameType
 
 from fastserial.bench.measure import BenchError
 from fastserial.diagnosis.folder import folder_problem
-from fastserial.files.caching import cached_fraction
 from fastserial.files.destination import wait_until_free
-from fastserial.files.linux import available_bytes, meminfo
+from fastserial.files.linux import available_bytes, cached_fraction, meminfo
 from fastserial.reports import format_bytes
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)

@@ -1,7 +1,8 @@
 """Results: tables that print, and that go into a JSON file; the same for every benchmark.
 
 A row is a mapping of plain values and of `Spread`s; lists and mappings in it are for JSON alone.
-Its key `problem`, where it has one, says why there is nothing else in it.
+Its key `problem`, where it has one, says why there is nothing else in it. A result has the machine
+where it ran: a number without its machine says nothing.
 """
 
 from __future__ import annotations
@@ -9,24 +10,58 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import platform
 import shlex
+import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastserial.bench.machine import this_machine
+import torch
+
+from fastserial import __version__
 from fastserial.bench.measure import MB, BenchError
-from fastserial.bench.rotation import Spread
 from fastserial.config import current
 from fastserial.console import print_table, say
 from fastserial.diagnosis.folder import probe_folder
+from fastserial.files.linux import meminfo
 from fastserial.reports import format_bytes
 
 UNKNOWN = "–"
 Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median with its least and greatest value."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Return the spread of at least one value: `Spread.of([3, 1, 2]) == Spread(2, 1, 3)`."""
+        found = sorted(values)
+        return cls(statistics.median(found), found[0], found[-1])
+
+
+def ratio(
+    seconds: Sequence[float], base: Sequence[float] | None, scale: float = 1.0
+) -> Spread | None:
+    """Return how many times as fast as another row one was, run by run of the same round.
+
+    Args:
+        seconds: of each run; `base`: those of the other row, if there is one.
+        scale: how many times as many bytes this row moved.
+    """
+    if not seconds or not base:
+        return None
+    pairs = zip(seconds, base, strict=True)
+    return Spread.of(theirs / mine * scale for mine, theirs in pairs)
 
 
 def number(unit: float = 1.0, digits: int = 0) -> Callable[[Any], str]:
@@ -229,3 +264,24 @@ def check_files(*paths: Path | None) -> None:
                 f"{path} cannot be written: give the name of a file in a folder that is there "
                 "(or create it first) and that you may write to"
             )
+
+
+def this_machine() -> dict[str, Any]:
+    """Return processor, cores this process may use, memory (bytes), and versions."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": meminfo().get("MemTotal", 0),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "fastserial": __version__,
+    }
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Model", "cpu model"):
+            return value.strip()
+    return platform.processor() or platform.machine()

@@ -14,8 +14,8 @@ import torch
 
 import fastserial
 from fastserial import config, engines
-from fastserial.bench.compare import different_tensors, tensors_of
 from fastserial.bench.measure import BenchError, Sample, measure
+from fastserial.bench.payload import different_tensors, tensors_of
 from fastserial.bench.rotation import DURABLE, LOOSE, Row
 
 Format = Literal["zip", "legacy"]
@@ -101,7 +101,7 @@ def fast_row(
             report = fastserial.last_save_report()
         if report is None or report.path != str(path):
             raise BenchError(f"stock torch wrote {path}, not fastserial")
-        return replace(used, nbytes=report.bytes, latency=report.complete, fallback=report.fallback)
+        return replace(used, nbytes=report.bytes, fallback=report.fallback)
 
     name = _name("fastserial", container, group) + (f", engine {engine}" if engine else "")
     return Row(name, group, run, _name("stock", container, group), f"stock {container}")

@@ -7,27 +7,242 @@ their bytes from the source while it fills its staging buffers.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
-import json
 import os
-from collections.abc import Iterator, Mapping
+import pickle
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 
-from fastserial.checkpoints.streaming import (
-    ConvertSource,
-    flat_tensors,
-    refuse_shared,
-    write_safetensors,
-    write_zip,
-)
+from fastserial.checkpoints.tensor_read import is_dense, overlapping
 from fastserial.config import Config
 from fastserial.errors import ConvertError
 from fastserial.files.durable import replace_bytes, sync_folders
-from fastserial.formats.safetensors import INDEX, shard_name
+from fastserial.formats.extents import storage_extents
+from fastserial.formats.safetensors import (
+    INDEX,
+    TYPE_NAMES,
+    file_order,
+    header_bytes,
+    index_bytes,
+    split,
+)
+from fastserial.formats.source import read_to
+from fastserial.formats.zip_layout import archive_name
+from fastserial.memory.storages import HostMemory, Memory, batch_of, memmove, storage_memory
+from fastserial.patching.install import get_original, patched
+from fastserial.saving.archive import ZipArchive
 from fastserial.saving.writer import FastFileWriter
+
+_PROTOCOL = 2  # torch's default
+
+
+class ConvertSource(Protocol):
+    """What is converted: a value whose bytes are in files, not in its memory.
+
+    Attributes:
+        container: the name of its format.
+        value: what was saved.
+        metadata: free text (safetensors).
+    """
+
+    container: str
+    value: Any
+    metadata: dict[str, str]
+
+    def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Memory | None:
+        """Return the source of a storage's bytes, None if they are in its memory."""
+
+    def in_order(self, tensor: torch.Tensor) -> Memory | None:
+        """Return the source of a non-contiguous tensor's bytes, None if they are in its memory."""
+
+    def check_unchanged(self) -> None:
+        """Raise if it was written to since it was opened.
+
+        Raises:
+            CorruptCheckpointError: it was.
+        """
+
+    def close(self) -> None:
+        """Close its files; its objects must not be used any more."""
+
+
+class FileMemory:
+    """`nbytes` bytes at `offset` of a file, in the interface of a storage's memory."""
+
+    __slots__ = ("_fd", "_offset", "nbytes")
+
+    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+        self._fd = fd
+        self._offset = offset
+        self.nbytes = nbytes
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Read bytes [start, start + length) into host memory at `address`."""
+        view = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+        read_to(view, self._fd, self._offset + start)
+
+
+class _ElementsInOrder:
+    """A tensor's elements in their order: a copy, made when it is first read, up to its end."""
+
+    __slots__ = ("_copy", "_tensor", "nbytes")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._copy: torch.Tensor | None = None
+        self.nbytes = tensor.numel() * tensor.itemsize
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Copy bytes [start, start + length) to host memory at `address`."""
+        made = self._copy
+        if made is None:
+            made = self._copy = self._tensor.resolve_conj().resolve_neg().contiguous()
+        memmove(address, made.data_ptr() + start, length)
+        if start + length == self.nbytes:
+            self._copy = None
+
+
+class _StreamArchive(ZipArchive):
+    """A zip whose storages come from a source."""
+
+    def __init__(self, writer: FastFileWriter, source: ConvertSource) -> None:
+        super().__init__(writer, archive_name(writer.name) or "archive", owns_writer=False)
+        self._source = source
+
+    def write_record(
+        self, name: str, data: str | bytes | int | torch.UntypedStorage, size: int
+    ) -> None:
+        if isinstance(data, torch.UntypedStorage):
+            self.add_storages([data], [name])
+        else:
+            super().write_record(name, data, size)
+
+    def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
+        for name, storage in zip(names, storages, strict=True):
+            nbytes = storage.nbytes()
+            found = self._source.part_of(storage, 0, nbytes) if nbytes else None
+            self._add_memory(name, storage_memory(storage) if found is None else found)
+
+
+def write_zip(value: Any, writer: FastFileWriter, source: ConvertSource) -> None:
+    """Write what `torch.save` writes."""
+    save = patched("_save") or get_original("_save")
+    with _StreamArchive(writer, source) as archive:
+        save(value, archive, pickle, _PROTOCOL, False)
+
+
+def write_safetensors(
+    tensors: Mapping[str, torch.Tensor],
+    writer: FastFileWriter,
+    source: ConvertSource,
+    metadata: Mapping[str, str],
+) -> None:
+    """Write tensors and free text as one safetensors file."""
+    order = file_order({key: type_name(tensor) for key, tensor in tensors.items()})
+    memories = [_elements_of(tensors[key], source) for key in order]
+    rows = [
+        (key, type_name(tensors[key]), tuple(tensors[key].shape), memory.nbytes)
+        for key, memory in zip(order, memories, strict=True)
+    ]
+    writer.write(header_bytes(rows, metadata))
+    extents = storage_extents(batch_of(memories), [b""] * len(memories))
+    writer.write_layout(extents, sum(memory.nbytes for memory in memories))
+
+
+def type_name(tensor: torch.Tensor) -> str:
+    """Return torch's name of a tensor's dtype, such as `float32`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def flat_tensors(value: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a flat dictionary.
+
+    Raises:
+        ConvertError: it holds anything else.
+    """
+    if not isinstance(value, Mapping):
+        raise ConvertError(
+            f"safetensors holds a dictionary of tensors, nothing of type {type(value).__name__}"
+        )
+    found: dict[str, torch.Tensor] = {}
+    for key, item in value.items():
+        problem = None
+        if not isinstance(key, str):
+            problem = f"its key is of type {type(key).__name__}, not a string"
+        elif _is_no_unicode(key):
+            problem = "its key is no valid Unicode (a lone surrogate)"
+        elif isinstance(item, Mapping):
+            problem = "it is a dictionary"
+        elif type(item) not in (torch.Tensor, torch.nn.Parameter):
+            problem = f"it is of type {type(item).__name__}, not a tensor"
+        elif item.layout is not torch.strided or item.is_quantized or item.is_nested:
+            problem = "it is no plain tensor"
+        elif item.device.type != "cpu":
+            problem = f"it has no bytes (device {item.device.type})"
+        elif type_name(item) not in TYPE_NAMES:
+            problem = f"safetensors has no dtype {type_name(item)}"
+        if problem:
+            raise ConvertError(
+                f"entry {key!r} cannot be represented in safetensors: {problem}{_advice(value)}"
+            )
+        found[key] = cast("torch.Tensor", item).detach()
+    return found
+
+
+def _is_no_unicode(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _advice(value: Mapping[Any, Any]) -> str:
+    """Suggest the entry with the most tensors."""
+    counts = {
+        key: sum(isinstance(one, torch.Tensor) for one in item.values())
+        for key, item in value.items()
+        if isinstance(key, str) and isinstance(item, Mapping)
+    }
+    best = max(counts, key=lambda key: counts[key], default="")
+    if not counts.get(best):
+        return ""
+    return f"; to convert the tensors in {best!r} alone: key={best!r} (--key {shlex.quote(best)})"
+
+
+def refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise if tensors share memory, or elements of one do.
+
+    Raises:
+        ConvertError: two do.
+    """
+    for key, tensor in tensors.items():
+        if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+            raise ConvertError(
+                f"several elements of entry {key!r} are one in memory (expand), which safetensors "
+                "cannot hold; copy_shared=True (--copy-shared) writes each of them"
+            )
+    pair = overlapping(tensors.items())
+    if pair is not None:
+        raise ConvertError(
+            f"entries {pair[0]!r} and {pair[1]!r} share memory, which safetensors cannot hold; "
+            "copy_shared=True (--copy-shared) writes them twice"
+        )
+
+
+def _elements_of(tensor: torch.Tensor, source: ConvertSource) -> Memory:
+    """Return a tensor's bytes in the order of its elements."""
+    if not tensor.numel():
+        return HostMemory(0, 0, None)
+    lazy = tensor.is_conj() or tensor.is_neg()
+    nbytes = tensor.numel() * tensor.itemsize
+    if lazy or not (tensor.is_contiguous() and is_dense(tensor)):
+        return source.in_order(tensor) or _ElementsInOrder(tensor)
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    found = source.part_of(tensor.untyped_storage(), start, nbytes)
+    return HostMemory(tensor.data_ptr(), nbytes, tensor) if found is None else found
+
 
 _SHOWN_KEYS = 8
 
@@ -179,7 +394,7 @@ def _write_shards(
     metadata: Mapping[str, str],
     config: Config,
 ) -> int:
-    """Write tensors to files of a new folder, and last the index, which completes it.
+    """Write the files of `save_pretrained` to a new folder; last the index, which completes it.
 
     Args:
         source: the source of their bytes.
@@ -193,34 +408,19 @@ def _write_shards(
         ConvertError: the folder is not empty.
         WriteError: it cannot be written.
     """
-    shards = _shards(tensors, nbytes)
+    sizes = {key: tensor.numel() * tensor.itemsize for key, tensor in tensors.items()}
+    files = split(sizes, nbytes)
     _make(folder, config.durable)
     total = 0
-    files: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = shard_name(number, len(shards))
-        path = os.path.join(folder, name)
+    for name, keys in files.items():
+        path, shard = os.path.join(folder, name), {key: tensors[key] for key in keys}
         total += _write_safetensors(shard, source, path, metadata, config)
-        files.update(dict.fromkeys(shard, name))
-    size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
-    text = json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
-    replace_bytes(os.path.join(folder, INDEX), text, config.durable)
-    return total + len(text)
-
-
-def _shards(tensors: Mapping[str, torch.Tensor], nbytes: int) -> list[dict[str, torch.Tensor]]:
-    """Return the tensors in their order, in groups of `nbytes` bytes at most."""
-    found: list[dict[str, torch.Tensor]] = [{}]
-    free = nbytes
-    for key, tensor in tensors.items():
-        size = tensor.numel() * tensor.itemsize
-        if found[-1] and size > free:
-            found.append({})
-            free = nbytes
-        found[-1][key] = tensor
-        free -= size
-    return found
+    if len(files) > 1:
+        parameters = sum(tensor.numel() for tensor in tensors.values())
+        index = index_bytes(files, sum(sizes.values()), parameters)
+        replace_bytes(os.path.join(folder, INDEX), index, config.durable)
+        total += len(index)
+    return total
 
 
 def _make(folder: str, durable: bool) -> None:

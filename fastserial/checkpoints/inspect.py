@@ -9,7 +9,7 @@ from typing import Any
 
 from fastserial.formats.container import open_container
 from fastserial.formats.pickles import Limits
-from fastserial.formats.source import naming
+from fastserial.formats.source import DescriptorSource, naming
 from fastserial.formats.tensors import Outline, TensorEntry
 from fastserial.interrupts import Descriptors
 from fastserial.memory.held_settings import paused_collection
@@ -146,7 +146,7 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
 
 
 def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:
-    container = open_container(fd, name, limits, all_records=True)
+    container = open_container(DescriptorSource(fd), name, limits)
     found = container.outline
     return Inspection(
         path=name,

@@ -14,6 +14,7 @@ from torch._guards import detect_fake_mode
 from fastserial.checkpoints.tensor_read import fetch, meta_of, open_readable
 from fastserial.config import Config
 from fastserial.formats.safetensors import TYPE_NAMES
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.tensors import TensorEntry
 from fastserial.loading.reader import OccasionalReader
 
@@ -51,7 +52,7 @@ class LazyCheckpoint:
         self._opened = (os.path.abspath(os.fspath(path)), device, config)
         self._path = os.fspath(path)
         self._file = OccasionalReader(path, config)
-        self._container = open_readable(self._file.fd, self._file.name)
+        self._container = open_readable(DescriptorSource(self._file.fd), self._file.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LazyCheckpoint, self._opened

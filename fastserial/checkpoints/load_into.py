@@ -28,9 +28,9 @@ from fastserial.config import Config, current
 from fastserial.config.performance import FEW_BYTES
 from fastserial.errors import LoadMismatchError, UnreadableTensorError
 from fastserial.formats.container import Container
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.tensors import TensorEntry
-from fastserial.loading.reader import FastFileReader, report_load
-from fastserial.loading.sinks import ReadExtent
+from fastserial.loading.reader import FastFileReader, ReadExtent, report_load
 from fastserial.memory.held_settings import paused_collection
 from fastserial.nests import walk
 from fastserial.printable import BoundedRepr
@@ -115,7 +115,7 @@ def load_into(
     with FastFileReader(path, config) as reader:
         checked = verify and refuse_damaged(reader.name, reader.fd, config)
         with paused_collection() as pause:
-            container = open_readable(reader.fd, reader.name)
+            container = open_readable(DescriptorSource(reader.fd), reader.name)
             fills, left = _match(wanted, container, key, strict, type(target).__name__)
             fills = _last_of_each(fills)
             if reader.size > len(fills) * FEW_BYTES:

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import _weights_only_unpickler
 
-from fastserial.checkpoints.streaming import FileMemory
+from fastserial.checkpoints.convert import FileMemory
 from fastserial.checkpoints.tensor_read import is_little_endian
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.checkpoints.verify.file_list import read_index
@@ -38,10 +38,8 @@ from fastserial.formats.container import (
     open_container,
 )
 from fastserial.formats.pickles import refuse_nested
-from fastserial.formats.source import naming
-from fastserial.formats.zip.directory import RecordEntry
-from fastserial.formats.zip.records import PICKLE, read_record
-from fastserial.formats.zip.structs import MOST_INFLATED
+from fastserial.formats.source import DescriptorSource, naming
+from fastserial.formats.zip_format import MOST_INFLATED, PICKLE, RecordEntry, read_record
 from fastserial.interrupts import Descriptors
 from fastserial.loading.unpickler import unpickler_module
 from fastserial.memory.storages import Memory, new_storage
@@ -105,7 +103,7 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
         OSError: it cannot be read.
     """
     with naming(path):
-        container = open_container(fd, path)
+        container = open_container(DescriptorSource(fd), path)
         if not isinstance(container, ZipContainer | LegacyContainer | SafetensorsContainer):
             what = "a folder of torch.distributed.checkpoint: load it with dcp.load, or convert it"
             raise UnreadableCheckpointError(what)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fastserial.files.targets import StockWay
+from fastserial.files.destination import StockWay
 from fastserial.patching import save_hooks
 from fastserial.patching.install import installed, patched
 from fastserial.reasons import ASKED, Reason

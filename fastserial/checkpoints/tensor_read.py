@@ -19,11 +19,10 @@ from fastserial.errors import (
     UnreadableTensorError,
 )
 from fastserial.formats.container import Container, ZipContainer, open_container
-from fastserial.formats.source import naming
-from fastserial.formats.storages import reach
-from fastserial.formats.tensors import TensorEntry
-from fastserial.formats.zip.records import PICKLE
-from fastserial.loading.sinks import DeviceSink, HostSink, ReadExtent, Sink
+from fastserial.formats.source import Source, naming
+from fastserial.formats.tensors import TensorEntry, reach
+from fastserial.formats.zip_format import PICKLE
+from fastserial.loading.reader import DeviceSink, HostSink, ReadExtent, Sink
 from fastserial.memory.storages import is_on_host
 
 if TYPE_CHECKING:
@@ -220,11 +219,11 @@ def _runs(base: int, view: torch.Tensor, out: torch.Tensor) -> Iterator[ReadExte
         yield ReadExtent(first + at * view.itemsize, nbytes, sink)
 
 
-def open_readable(fd: int, path: str) -> Container:
-    """Return the container of an open checkpoint, whose pickle has been read.
+def open_readable(source: Source, path: str) -> Container:
+    """Return the container of a checkpoint, whose pickle has been read.
 
     Args:
-        fd: its descriptor; positions are not used.
+        source: the file.
         path: its name, for errors.
 
     Raises:
@@ -235,7 +234,7 @@ def open_readable(fd: int, path: str) -> Container:
         OSError: it cannot be read.
     """
     with naming(path):
-        container = open_container(fd, path)
+        container = open_container(source, path)
         if isinstance(container, ZipContainer) and container.directory.find(PICKLE) is None:
             text = "the archive holds no data.pkl: not a checkpoint of torch.save"
             raise UnreadableCheckpointError(text)

@@ -1,4 +1,4 @@
-"""`fastserial patches list|show|build|check|new`: the command line of `maintain`."""
+"""`fastserial patches list|show|check|new`: the command line of `maintain`."""
 
 from __future__ import annotations
 
@@ -41,15 +41,6 @@ def list_patches() -> None:
 def show(torch: Torch = None) -> None:
     """Print what the patch changes in torch, as a unified diff."""
     typer.echo(maintain.diff(maintain.open_torch(torch)), nl=False)
-
-
-@patches_app.command()
-def build(
-    folder: Annotated[Path, typer.Argument(help="Where to write.")], torch: Torch = None
-) -> None:
-    """Write a full patched copy of torch's file, and its unified diff, to a folder."""
-    for path in maintain.write_copies(folder, maintain.open_torch(torch)):
-        say(path)
 
 
 @patches_app.command()

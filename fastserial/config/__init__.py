@@ -52,7 +52,7 @@ class Config:
         direct: `"auto"` uses direct I/O where the file system takes it and the file is larger
             than `small_file`; `True` asks for it at any size; `False` goes through the page cache.
         cache: what loads and saves leave in the page cache. `"auto"`: what stock torch would, as
-            far as it costs no time (see `fastserial.files.caching`); `"keep"`: the file; `"drop"`:
+            far as it costs no time (see `fastserial.files.linux`); `"keep"`: the file; `"drop"`:
             nothing, where the file system takes direct I/O.
         preallocate: reserve the file's space before the first byte, so that a full disk is
             noticed early and extents are contiguous.

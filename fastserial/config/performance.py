@@ -73,9 +73,6 @@ FEW_CORES = 4
 PINNED_RING = 32 * MiB
 PINNED_MOST = 64 * MiB
 THROUGH_RING = 1 * MiB  # a copy of less is over before a ring is set up
-# Bytes of storages for each of the pickle, from which on it is read an extra time to learn which
-# device each storage came from: that takes 0.5 to 1 microsecond a byte.
-PICKLE_SHARE = 10_000
 
 # -- loads -----------------------------------------------------------------------------------------
 
@@ -87,7 +84,7 @@ UNSTAGED = 64 * KiB  # pieces from here on are worth a read of their own, withou
 # 100 MB took the caller 14 ms so, with reads and copies of their own 35.
 SCATTERED_BLOCK = 16 * MiB
 READ_TOGETHER = 16 * MiB  # of neighbours; the larger, the more of their memory is on huge pages
-# A file that is not in the page cache is read in lanes (`loading.policy`), blocks of each in order:
+# A file that is not in the page cache is read in lanes (`loading.pump`), blocks of each in order:
 # `torch.load` of 1 GiB took 0.78 s with these (stock 0.87), 0.84 to 0.85 with 3 of 32 or 6 of 16
 # MiB, and 1.05 with six threads on one descriptor.
 LANES = 4

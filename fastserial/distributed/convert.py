@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from fastserial.checkpoints.convert import Converted, container_of, write_source
+from fastserial.checkpoints.convert import Converted, ConvertSource, container_of, write_source
 from fastserial.checkpoints.mapped_source import open_source
-from fastserial.checkpoints.streaming import ConvertSource
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.errors import CheckpointFileError, ConvertError
@@ -69,7 +68,7 @@ def convert(
     try:
         settings = config or current()
         if container == "dcp":
-            from fastserial.distributed.conversion.dcp_writer import write_folder
+            from fastserial.distributed.conversion import write_folder
 
             return write_folder(opened, name, path, key, settings)
         return write_source(
@@ -91,6 +90,8 @@ def convert(
 def _opened(name: str, is_dcp: bool, verify: bool) -> ConvertSource:
     if not is_dcp:
         return open_source(name, verify)
-    from fastserial.distributed.conversion.folder_source import FolderSource
+    from fastserial.distributed.conversion import FolderSource
 
-    return FolderSource(name)
+    source = FolderSource(name)
+    source.warn_of_text()
+    return source

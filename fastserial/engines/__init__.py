@@ -23,7 +23,7 @@ import abc
 import enum
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
@@ -63,7 +63,7 @@ class Request:
             prepared in the order of submission: one may wait for an earlier one, not for a later
             one.
         tag: for the submitter; engines do not use it.
-        times: seconds on `time.perf_counter`: queued, started, done (engines fill them in).
+        moved: the transfer itself is over, without an error; engines set it before `finish`.
         finish: called with the bytes moved once they are, before the completion is reported, on
             any thread. An `OSError` or `FastserialError` in it ends the request; `submit` and
             `wait` may raise other errors, which may be a signal handler's.
@@ -80,7 +80,7 @@ class Request:
     buffer: Buffer
     prepare: Callable[[Request], None] | None = None
     tag: Any = None
-    times: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    moved: bool = False
     finish: Callable[[Request, int], None] | None = None
     pieces: Sequence[memoryview] | None = None
     move: Callable[[Request], int] | None = None

@@ -33,7 +33,6 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from functools import cache, partial
-from time import perf_counter
 from typing import ClassVar
 
 from fastserial.engines import Capabilities, Completion, Engine, Op, Request
@@ -208,7 +207,6 @@ class IoUringEngine(Engine):
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            request.times[0] = perf_counter()
             failed = request.prepared()
             if failed is not None:
                 self._done.append(failed)
@@ -226,7 +224,6 @@ class IoUringEngine(Engine):
                 if ring.in_flight >= min(most, ring.entries):
                     return
             self._ready.popleft()
-            request.times[1] = perf_counter()
             try:
                 taken = ring is not None and self._give(ring, request)
             except OSError as error:

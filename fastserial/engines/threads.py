@@ -9,10 +9,8 @@ import queue
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import ClassVar
 
-from fastserial import trace
 from fastserial.config.performance import FEW_CORES
 from fastserial.engines import Capabilities, Completion, Engine, Op, Request
 from fastserial.errors import EngineError, FastserialError
@@ -54,11 +52,9 @@ def complete(request: Request, move: Callable[[Request], int]) -> Completion:
     failed = request.prepared()
     if failed is not None:
         return failed
-    request.times[1] = request.times[1] or perf_counter()
     try:
-        with trace.step("device write" if request.op is Op.WRITE else "device read"):
-            moved = (request.move or move)(request)
-        request.times[2] = perf_counter()
+        moved = (request.move or move)(request)
+        request.moved = True
         if request.finish is not None:
             request.finish(request, moved)
         return Completion(request, moved)
@@ -115,7 +111,6 @@ class ThreadsEngine(Engine):
         if requests and not self._workers and not alone:
             self._start(requests[0].op)
         for request in requests:
-            request.times[0] = perf_counter()
             failed = request.prepared() if self._prepare_here else None
             self._in_flight += 1
             if failed is not None:

@@ -12,6 +12,10 @@ renamed over the target, and the directory is synced.
 Temporary names are numbered per target. The process that owns one holds a lock (`flock`) on the
 file. A name without a lock was left by a killed process; the next save to the target removes it.
 `docs/guide/durability.md` says what each step guarantees.
+
+The attributes are owner, group, mode, ACL and extended attributes. Nobody who could not read the
+old file can read the new one, not even for a moment: it is created with no more permissions, and
+the ACL, which widens them, is set after the owner.
 """
 
 from __future__ import annotations
@@ -26,26 +30,15 @@ import os
 import stat
 from collections.abc import Iterator
 from time import perf_counter, sleep
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from fastserial import trace
-from fastserial.config.performance import LARGE_FILE
+from fastserial.config.performance import LARGE_FILE, PAGE
 from fastserial.errors import REMEDIES, WriteError, write_error
 from fastserial.files import linux
+from fastserial.files.linux import Attributes, attributes_of, set_attributes
 from fastserial.files.sources import file_name, plain_file
-from fastserial.files.targets import (
-    Attributes,
-    CannotReplace,
-    PathTarget,
-    StockWay,
-    attributes_of,
-    check_replaceable,
-    find_target,
-    refusal_text,
-    set_attributes,
-)
-from fastserial.interrupts import Background, Descriptors, finish
-from fastserial.reasons import A_FILE, ANOTHER_OWNER, GIVE_A_PATH, Reason
+from fastserial.interrupts import OWN, Background, Descriptors, finish
+from fastserial.reasons import A_FILE, ANOTHER_OWNER, GIVE_A_PATH, RENAMES, Reason
 
 _MOST_NAMES = 10_000
 _SWEPT = 3  # leftovers are looked for under the first so many temporary names
@@ -64,6 +57,254 @@ _UNREADABLE = Reason(
     "the directory is not readable, so it cannot be synced", "let this user read the directory"
 )
 _LOCAL = "save to a local disk, if the file must survive a power cut"
+_MAX_LINKS = 40  # as the kernel's own limit
+_MOST_WITHOUT_PROC = 1024  # descriptors
+# Types (statfs) that need no trial: these, overlayfs, ramfs, NFS, Ceph, Lustre, GPFS, BeeGFS.
+_CAPABLE = linux.LOCAL | {
+    0x794C7630, 0x858458F6, 0x6969, 0x00C36400, 0x0BD00BD0, 0x47504653, 0x19830326,
+}  # fmt: skip
+# Errors of the moment, not of the file system.
+_PASSING = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENAMETOOLONG,
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ENOTCONN, errno.EIO,
+    errno.ESTALE,
+)  # fmt: skip
+_incapable: dict[tuple[int, int], Reason | None] = {}  # by device and mount
+
+_NO_NAME = Reason("not a file name", "give torch.save the name of a file")
+_BYTES = Reason("its path is bytes, not text", "give torch.save a str or a Path")
+_DESCRIPTOR = Reason("an open descriptor, not a file", "give torch.save the file's path")
+_NO_FILE = Reason("not a regular file", A_FILE)
+_FOREIGN = Reason("the file is another user's", ANOTHER_OWNER)
+_STICKY = Reason("the file is another user's, in a sticky directory", ANOTHER_OWNER)
+_MOUNTED = Reason("the file is a mount point", "mount the directory instead of the file")
+_HELD = Reason("this process has the file open or locked", "close the file before it is saved to")
+_APPEND_ONLY = Reason("nothing in an append-only directory can be replaced", RENAMES)
+_SEQUENTIAL = Reason("the file system only takes the bytes of a file sequentially", RENAMES)
+_NO_RENAME = Reason("the file system cannot rename a file over another", RENAMES)
+_ATTRIBUTES = Reason("a new file cannot have its owner, mode, ACL or attributes", ANOTHER_OWNER)
+
+
+class StockWay(NamedTuple):
+    """Only torch's own code may write this target, for `reason`."""
+
+    reason: Reason
+
+
+class CannotReplace(Exception):
+    """No new file can replace the target, for `reason`; nothing was changed so far."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class PathTarget(NamedTuple):
+    """A path whose file is created or replaced.
+
+    Attributes:
+        name: the path as the user gave it.
+        path: of the file, symbolic links followed (unless the link itself is to be replaced);
+            relative if `name` is.
+        there: status of what is at the path; None if nothing is.
+    """
+
+    name: str
+    path: str
+    there: os.stat_result | None
+
+    @property
+    def where(self) -> str:
+        """The directory that the file is in."""
+        return os.path.dirname(self.path) or os.curdir
+
+    @property
+    def outcome(self) -> str:
+        """What an error leaves at the path."""
+        return "no file was made" if self.there is None else "the previous file is intact"
+
+
+def find_target(name: str | bytes, replace_link: bool = False) -> PathTarget:
+    """Return the file that a save to a path creates or replaces.
+
+    Args:
+        name: the path; one of bytes is torch's to write.
+        replace_link: a symbolic link at the path is replaced, not the file that it leads to.
+
+    Raises:
+        CannotReplace: it is the name of no file.
+        OSError: a directory of the path is missing or not searchable for us, or the kernel does
+            not follow these links for us (`nosymfollow`, `fs.protected_symlinks`).
+    """
+    if not isinstance(name, str):
+        raise CannotReplace(_BYTES)
+    if replace_link and os.path.islink(name):
+        return PathTarget(name, name, os.lstat(name))
+    if not name or "\0" in name or name.endswith("/"):
+        raise CannotReplace(_NO_NAME)
+    path, found = name, _status(name)
+    for _ in range(_MAX_LINKS):
+        if found is None or not stat.S_ISLNK(found.st_mode):
+            break
+        directory = os.path.dirname(path)
+        if linux.magic_of(directory or os.curdir) == linux.PROC:
+            raise CannotReplace(_DESCRIPTOR)
+        # Left to the kernel to resolve: the directories above may not be ours to read.
+        path = os.path.join(directory, os.readlink(path))
+        found = _status(path)
+    else:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
+    if path != name:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(name)  # raises where the kernel does not follow
+    return PathTarget(name, path, found)
+
+
+def _status(path: str, directory: int | None = None) -> os.stat_result | None:
+    try:
+        return os.lstat(path, dir_fd=directory)
+    except FileNotFoundError:
+        return None
+
+
+def _refused(error: OSError) -> CannotReplace | OSError:
+    """Return an error of a call for attributes; a refusal as a `CannotReplace`."""
+    return CannotReplace(_ATTRIBUTES) if error.errno in linux.REFUSED else error
+
+
+def check_replaceable(target: PathTarget, directory: int) -> None:
+    """Raise if no new file can be made at a target that we may write.
+
+    Args:
+        target: of a file.
+        directory: the descriptor of its directory.
+
+    Raises:
+        CannotReplace: torch has to write there.
+        OSError: nothing can be written there, by torch neither.
+    """
+    there, path = target.there, target.path
+    magic = linux.magic_of(target.where)
+    if magic == linux.PROC:
+        raise CannotReplace(_NO_FILE)
+    if there is not None and not stat.S_ISLNK(there.st_mode):
+        if stat.S_ISDIR(there.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(there.st_mode):
+            raise CannotReplace(_NO_FILE)
+        if not _is_writable(path):
+            number = errno.EROFS if linux.is_read_only(target.where) else errno.EACCES
+            raise OSError(number, os.strerror(number))
+        parent, user = os.fstat(directory), os.geteuid()
+        if user not in (0, there.st_uid):
+            raise CannotReplace(_FOREIGN)
+        if linux.is_mount_point(path, parent.st_dev):
+            raise CannotReplace(_MOUNTED)
+        if parent.st_mode & stat.S_ISVTX and there.st_uid not in (user, parent.st_uid):
+            # The kernel decides whether we may write it: `fs.protected_regular`.
+            raise CannotReplace(_STICKY)
+        if _is_held(there.st_dev, there.st_ino):
+            raise CannotReplace(_HELD)
+    if linux.is_append_only(directory):
+        raise CannotReplace(_APPEND_ONLY)
+    if magic not in _CAPABLE:
+        reason = _why_incapable(target.where, directory)
+        if reason is not None:
+            raise CannotReplace(reason)
+
+
+def _is_writable(path: str) -> bool:
+    if os.access(path, os.W_OK, effective_ids=True):
+        return True
+    # A container's filter may refuse faccessat2, which that takes; the older call asks for the
+    # real user.
+    is_same = (os.geteuid(), os.getegid()) == (os.getuid(), os.getgid())
+    return is_same and os.access(path, os.W_OK)
+
+
+def _is_held(device: int, inode: int) -> bool:
+    """Return whether a descriptor of this process should see what is saved to a file.
+
+    `NamedTemporaryFile`, `mkstemp`, a lock (`flock`) on the checkpoint: what is saved under the
+    name is expected behind the descriptor. One that is open for reading only, and holds no lock,
+    is not: its reader sees the old file to its end. Nor is one of our own (`interrupts`). Takes
+    about two microseconds for each descriptor of the process.
+    """
+    try:
+        fds = list(map(int, os.listdir("/proc/self/fd")))
+    except OSError:  # no /proc, or no descriptor left to look into it
+        fds = list(range(_MOST_WITHOUT_PROC))
+    for fd in fds:
+        try:
+            found = os.fstat(fd)
+            if found.st_ino != inode or found.st_dev != device:
+                continue
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        except OSError:  # closed in between
+            continue
+        if flags & (OWN | os.O_PATH):  # the latter cannot read
+            continue
+        if flags & os.O_ACCMODE != os.O_RDONLY or _holds_lock(fd):
+            return True
+    return False
+
+
+def _holds_lock(fd: int) -> bool:
+    """Return whether a lock (`flock`, `lockf`) was taken through a descriptor.
+
+    Other locks on the file do not count: a save holds one on its new file.
+    """
+    try:
+        with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8", errors="replace") as lines:
+            return any(line.startswith("lock:") for line in lines)
+    except OSError:
+        return False
+
+
+def _why_incapable(directory: str, fd: int) -> Reason | None:
+    """Return why no file can be replaced in a directory; None if one can, or if that is not known.
+
+    Object stores and old distributed file systems behind FUSE may have no `rename` over a file that
+    is there, or only take its bytes sequentially. An error of the rename itself would come too
+    late: by then torch has pickled. So where the type is unknown, two small files are tried, once
+    for each mount in a process.
+    """
+    key = (os.fstat(fd).st_dev, linux.mount_of(directory))
+    if key not in _incapable:
+        try:
+            _incapable[key] = _tried(fd)
+        except OSError:  # it cannot be tried now: the save finds out
+            return None
+    return _incapable[key]
+
+
+def _tried(directory: int) -> Reason | None:
+    """Write two files, the last page first, and rename one over the other.
+
+    Raises:
+        OSError: something else is wrong, and the trial has no result.
+    """
+    stem = f".fastserial-trial-{os.getpid()}-{os.urandom(4).hex()}"
+    names = f"{stem}-1.tmp", f"{stem}-2.tmp"
+    reason = _SEQUENTIAL
+    try:
+        for name in names:
+            with Descriptors() as files:
+                fd = files.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600, directory)
+                for offset in (PAGE, 0):
+                    os.pwrite(fd, bytes(PAGE), offset)
+                files.close_newest()
+            reason = _NO_RENAME
+        os.rename(names[1], names[0], src_dir_fd=directory, dst_dir_fd=directory)
+    except OSError as error:
+        if error.errno in _PASSING:
+            raise
+        return reason
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=directory)
+    return None
 
 
 TEMPORARY_NAME = r"(?s)\..+\.fastserial-\d+\.tmp"  # a pattern of all that `temporary_name` returns
@@ -71,8 +312,9 @@ TEMPORARY_NAME = r"(?s)\..+\.fastserial-\d+\.tmp"  # a pattern of all that `temp
 
 def temporary_name(name: str, number: int) -> str:
     """Return a temporary name of the file `name` (without its directory), by its number."""
-    stem = os.fsdecode(os.fsencode(name)[:_NAME_MOST])
-    return f".{stem}.fastserial-{number}.tmp"
+    if len(name) * 4 > _NAME_MOST:
+        name = os.fsdecode(os.fsencode(name)[:_NAME_MOST])
+    return f".{name}.fastserial-{number}.tmp"
 
 
 @functools.cache
@@ -132,10 +374,9 @@ class Replacement:
             self._open_directory()
             check_replaceable(target, self._directory)
             self._sweep()
-            self._kept = self._attributes()
+            self._kept = self._attributes(target.there)
             self.fd = self._create(named)
-            if self._kept is not None:
-                set_attributes(self.fd, self._kept)
+            self._take(self._kept)
         except BaseException:
             self.discard()
             raise
@@ -146,16 +387,24 @@ class Replacement:
         except PermissionError as error:
             raise CannotReplace(_UNREADABLE) from error
 
-    def _attributes(self) -> Attributes | None:
+    def _attributes(self, there: os.stat_result | None) -> Attributes | None:
         """Return the attributes of the file to be replaced, None if there is none."""
-        if self.target.there is None:
+        if there is None or not stat.S_ISREG(there.st_mode):
             return None
         try:
-            found = os.stat(self._base, dir_fd=self._directory, follow_symlinks=False)
-            is_file = stat.S_ISREG(found.st_mode)
-            return attributes_of(found, self.target.path) if is_file else None
+            return attributes_of(there, self.target.path)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise _refused(error) from error
+
+    def _take(self, attributes: Attributes | None) -> None:
+        """Give the new file attributes of the old one."""
+        try:
+            if attributes is not None:
+                set_attributes(self.fd, attributes)
+        except OSError as error:
+            raise _refused(error) from error
 
     def _create(self, named: bool) -> int:
         flags = os.O_RDWR
@@ -228,7 +477,6 @@ class Replacement:
             return "the new file is in place, but a power cut may bring the old one back"
         return self.target.outcome
 
-    @trace.traced("fsync")
     def sync(self) -> None:
         """Put data and metadata on the device, if the save is to be durable."""
         if self.durable:
@@ -239,7 +487,6 @@ class Replacement:
             self._files.duplicate(self.fd)
             self._files.close_newest()
 
-    @trace.traced("rename")
     def commit(self) -> None:
         """Make the file the target, and the change of name durable. `sync` comes before.
 
@@ -261,10 +508,11 @@ class Replacement:
 
     def _update_attributes(self) -> None:
         """Give the new file the attributes that the old one got since, such as by `chmod 600`."""
+        there = _status(self._base, self._directory) if self.target.there is not None else None
         try:
-            found = self._attributes()
+            found = self._attributes(there)
             if found is not None and found != self._kept:
-                set_attributes(self.fd, found)
+                self._take(found)
                 self.sync()
         except CannotReplace as error:
             raise OSError(errno.EPERM, _CHANGED) from error
@@ -288,7 +536,6 @@ class Replacement:
                 flags = os.O_PATH | os.O_NOFOLLOW
                 self._replaced.open(self._base, flags, dir_fd=self._directory)
 
-    @trace.traced("directory sync")
     def _sync_directory(self) -> None:
         if not linux.synced(self._directory):
             self.fallback = Reason("the file system cannot sync a directory", _LOCAL)
@@ -298,10 +545,9 @@ class Replacement:
 
         They see the last `close` of a file without a name under a number, such as `#12`.
         """
-        files, flags = Descriptors(), os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        with contextlib.suppress(OSError):
-            files.open(self._base, flags, dir_fd=self._directory)
-        finish(files.close)
+        with contextlib.suppress(OSError):  # it is closed with the others
+            flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._files.open(self._base, flags, dir_fd=self._directory)
 
     def discard(self) -> None:
         """Remove the new file. Idempotent; does nothing after `commit`."""
@@ -368,29 +614,27 @@ class Retries:
             try:
                 found = self._open()
             except WriteError as error:
-                self.wait(error)
+                if not self.wait(error):
+                    raise
                 continue
             if isinstance(found, Replacement):
                 found.retries = self
             return found
 
-    def wait(self, error: WriteError) -> None:
-        """Wait before the save is repeated.
-
-        Raises:
-            WriteError: the error, which will not pass, or has lasted too long.
-        """
+    def wait(self, error: WriteError) -> bool:
+        """Wait before the save is repeated; False: the error will not pass, or lasted too long."""
         if self._deadline is None:
             self._deadline = perf_counter() + self._seconds
         where = os.path.dirname(os.path.realpath(self._path))  # links may lead elsewhere
         transient = error.errno in _TRANSIENT and linux.magic_of(where) not in linux.LOCAL
         if not transient or perf_counter() + self._pause > self._deadline:
-            raise error
+            return False
         _log.warning("%s; the save is repeated in %g s", error, self._pause)
         sleep(self._pause)
         self._pause *= 2
         what = f"the save was repeated after an error: {os.strerror(error.errno or 0)}"
         self.reason = Reason(what, "look for errors of the mount in the kernel's log")
+        return True
 
 
 def open_destination(
@@ -417,7 +661,6 @@ def open_destination(
     return _open_file(given)
 
 
-@trace.traced("open target")
 def open_path(
     path: str | os.PathLike[str],
     durable: bool,
@@ -442,11 +685,7 @@ def open_path(
     except CannotReplace as why:
         reason = why.reason
     except OSError as error:
-        target = target or PathTarget(name, name, None)
-        full = error.errno == errno.ENOSPC and linux.is_out_of_inodes(target.where)
-        if target.there is None or not full:
-            raise save_error(error, target, None) from error
-        reason = Reason("no inode is free for a new file", "remove files that nobody needs")
+        raise save_error(error, target or PathTarget(name, name, None), None) from error
     if target is not None and os.path.islink(target.path):  # torch would write what it leads to
         text = f"The link cannot be replaced: {reason.with_remedy}; the previous file is intact"
         raise write_error(errno.EPERM, target.name, text)
@@ -568,6 +807,28 @@ nothing after `commit`.
 """
 
 
+def _refusal_text(number: int, name: str) -> str | None:
+    """Return what a user has to know of a path where nothing can be written, None for more errors.
+
+    Args:
+        number: the `errno` with which the target could not be opened.
+        name: the path.
+    """
+    directory = os.path.dirname(name) or "."
+    texts = {
+        errno.ENOENT: f"Parent directory {directory} does not exist. Create it first, for "
+        f"instance with os.makedirs({directory!r}, exist_ok=True)",
+        errno.EISDIR: "The target is a directory; give the path of a file in it",
+        errno.ENOTDIR: f"{directory} is not a directory",
+        errno.EROFS: f"{directory} is on a read-only file system. {REMEDIES[errno.EROFS]}",
+        errno.ELOOP: "The system does not follow the symbolic links there (a loop, `nosymfollow`); "
+        "give the path of the file itself",
+        errno.EACCES: "No permission to write the file; check the modes and owners of the file "
+        "and its directory",
+    }
+    return texts.get(number)
+
+
 def save_error(error: OSError, target: PathTarget | Destination, needed: int | None) -> WriteError:
     """Return a failed system call as the error of a save, which names what is left and a remedy.
 
@@ -577,8 +838,7 @@ def save_error(error: OSError, target: PathTarget | Destination, needed: int | N
         needed: bytes of the whole save, None if that is not known.
     """
     number = error.errno or errno.EIO
-    refused = refusal_text(number, target.name) if isinstance(target, PathTarget) else None
-    if refused is not None:
+    if isinstance(target, PathTarget) and (refused := _refusal_text(number, target.name)):
         return write_error(number, target.name, refused)
     text = error.strerror or str(error)
     free = None

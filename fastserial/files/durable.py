@@ -9,8 +9,7 @@ from collections.abc import Iterable
 
 from fastserial.errors import WriteError, write_error
 from fastserial.files import linux
-from fastserial.files.destination import open_path
-from fastserial.files.targets import StockWay
+from fastserial.files.destination import StockWay, open_path
 from fastserial.interrupts import Descriptors
 
 # Some file systems cannot sync a directory; their metadata is synchronous, or without a guarantee.

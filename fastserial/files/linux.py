@@ -5,6 +5,20 @@ Facts used: `statx(STATX_DIOALIGN)` (Linux 6.1) gives the alignment that direct 
 then writes zeros to every block. btrfs compresses neither what is written directly nor what was
 reserved before, and reserves the full size; ZFS and bcachefs compress by settings that no mount
 option need show.
+
+A node should read a byte from its disk no more often than with stock torch: several processes that
+load one file share what each of them reads, and a second load, or a load after a save, finds it in
+the page cache. Direct I/O loses that. So
+
+- loads read any file through the page cache that fits in it;
+- saves write through it to a device that is slower than the page cache, where that costs no time
+  because the device is waited for in any case, and directly to a faster one.
+
+The first large save to a device measures it: the first `TRIAL` bytes go through the page cache, and
+the time that the device takes for them is measured. A result expires (`FAST_FOR`, `SLOW_FOR`).
+
+`cachestat(2)` (Linux 6.5) counts the pages of a range that are in the cache. Where it is missing or
+forbidden, a few bytes are read with `RWF_NOWAIT`, which fails where a read would wait for the disk.
 """
 
 from __future__ import annotations
@@ -13,15 +27,25 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
+from mmap import PAGESIZE
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 
-from fastserial import trace
 from fastserial.config import Config
-from fastserial.config.performance import PAGE
+from fastserial.config.performance import (
+    ALWAYS_FITS,
+    FAST_DEVICE,
+    FAST_FOR,
+    PAGE,
+    SLOW_FOR,
+    TRIAL,
+)
 from fastserial.interrupts import Descriptors
 from fastserial.reasons import SEE_DOCTOR, Reason
 
@@ -41,7 +65,7 @@ _STATX_ATTR_MOUNT_ROOT = 0x2000
 _STATX_DIOALIGN = 0x2000
 _STATX_MNT_ID = 0x1000  # since Linux 5.8,
 _STATX_MNT_ID_UNIQUE = 0x4000  # never used again: since 6.8
-_STATX_BYTES = 256
+_StatX = ctypes.c_char * 256  # `struct statx`
 _ATTRIBUTES = struct.Struct("<8xQ40xQ")  # the attributes, and which of them are known
 _MASK, _MOUNT, _ALIGNMENTS = struct.Struct("=I"), struct.Struct("=144xQ"), struct.Struct("=152xII")
 _StatFs = ctypes.c_long * 32  # more than any machine's `struct statfs`, which begins with the type
@@ -68,7 +92,7 @@ def _statx_of(fd: int, path: bytes, flags: int, mask: int) -> ctypes.Array[ctype
     """Return the result of `statx` (`struct statx`), None if it fails or is missing."""
     if _statx is None:
         return None
-    buffer = (ctypes.c_char * _STATX_BYTES)()
+    buffer = _StatX()
     return buffer if _statx(fd, path, flags, mask, buffer) == 0 else None
 
 
@@ -105,15 +129,6 @@ def mount_of(path: str) -> int:
     return int(_MOUNT.unpack_from(found)[0]) if found is not None else 0
 
 
-def is_out_of_inodes(path: str) -> bool:
-    """Return whether the file system can hold no more files, however small."""
-    try:
-        stats = os.statvfs(path)
-    except OSError:
-        return False
-    return stats.f_files > 0 and stats.f_favail == 0
-
-
 def is_locked(fd: int) -> bool:
     """Return whether a process holds a POSIX lock (`fcntl.lockf`) on a file, this one included.
 
@@ -127,7 +142,6 @@ def is_locked(fd: int) -> bool:
     return bool(_LOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
 
-@trace.traced("preallocate")
 def preallocate(fd: int, offset: int, length: int) -> bool:
     """Reserve space for `length` bytes at `offset`; the file grows to hold them.
 
@@ -325,14 +339,6 @@ def compresses(fd: int) -> bool:
 _MEMINFO = "/proc/meminfo"
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
-_NO_LIMIT = 1 << 62  # bytes; version 1 reports the largest multiple of a page
-# The limit, what is used, and what of that is page cache: of version 2, and of version 1.
-_UNIFIED = ("memory.max", "memory.current", ("active_file", "inactive_file"))
-_LEGACY = (
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    ("total_active_file", "total_inactive_file"),
-)
 
 
 def meminfo() -> dict[str, int]:
@@ -355,36 +361,25 @@ def available_bytes() -> int | None:
 
 
 def _group_rooms() -> Iterator[int | None]:
-    """Yield what is left in each control group around this process that has a limit."""
+    """Yield what is left in each control group (version 2) around this process that has a limit."""
     try:
         lines = _OWN_CGROUP.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            base, names = _CGROUPS, _UNIFIED
-        elif "memory" in controllers.split(","):
-            base, names = _CGROUPS / "memory", _LEGACY
-        else:
-            continue
-        # In a container the path may be the host's: what is not there is passed over.
-        inner = base / path.lstrip("/")
-        for folder in (inner, *inner.parents):
-            yield _group_room(folder, *names)
-            if folder == base:
-                break
+        if line.startswith("0::"):
+            # In a container the path may be the host's: what is not there is passed over.
+            inner = _CGROUPS / line[3:].lstrip("/")
+            yield from map(_group_room, (inner, *inner.parents))
 
 
-def _group_room(folder: Path, limit: str, usage: str, cache: tuple[str, ...]) -> int | None:
+def _group_room(folder: Path) -> int | None:
     try:
-        most = int((folder / limit).read_bytes())  # `max` is no number: no limit
-        if most >= _NO_LIMIT:
-            return None
-        used = int((folder / usage).read_bytes())
+        most = int((folder / "memory.max").read_bytes())  # `max` is no number: no limit
+        used = int((folder / "memory.current").read_bytes())
         fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return most - used + sum(int(fields.get(name, 0)) for name in cache)
-    except (OSError, ValueError):
+        return most - used + int(fields["active_file"]) + int(fields["inactive_file"])
+    except (OSError, ValueError, KeyError):
         return None
 
 
@@ -406,3 +401,234 @@ def first_line(path: Path) -> str:
         return path.read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+# -- the page cache ------------------------------------------------------------------------------
+
+
+def fits(nbytes: int) -> bool:
+    """Return whether that many bytes fit in the page cache."""
+    if nbytes <= ALWAYS_FITS:
+        return True
+    available = available_bytes()
+    return available is None or nbytes <= available
+
+
+def reads_through_cache(config: Config, nbytes: int) -> bool:
+    """Return whether all of a file of `nbytes` bytes is read through the page cache.
+
+    Otherwise only what is in it already, and the rest directly.
+    """
+    if config.never_direct or config.direct is True or config.cache == "drop":
+        return config.never_direct
+    return config.cache == "keep" or fits(nbytes)
+
+
+_CACHESTAT = 451  # the same on every architecture
+_COUNTS = 5  # of pages: cached, dirty, being written, evicted, recently evicted
+_PROBES = 4
+
+
+def cached_bytes(fd: int, offset: int, length: int) -> int | None:
+    """Return how many bytes of a file's range are in the page cache, None if it is unknown.
+
+    Whole pages are counted, so the result may exceed `length` by almost two of them. Huge pages of
+    tmpfs and hugetlbfs count as well.
+    """
+    counts = (ctypes.c_uint64 * _COUNTS)()
+    wanted = (ctypes.c_uint64 * 2)(offset, length)
+    if _libc.syscall(_CACHESTAT, fd, wanted, counts, 0) != 0:
+        return None
+    return int(counts[0]) * PAGESIZE
+
+
+def cached_fraction(fd: int, offset: int, length: int) -> float | None:
+    """Return the part of a file's range that is in the page cache, 0.0 to 1.0.
+
+    Without `cachestat` it is an estimate from a few bytes; None: it is unknown.
+    """
+    if length <= 0:
+        return None
+    start = offset - offset % PAGESIZE
+    pages = -(-(offset + length - start) // PAGESIZE)
+    cached = cached_bytes(fd, start, pages * PAGESIZE)
+    return _probe(fd, offset, length) if cached is None else min(1.0, cached / (pages * PAGESIZE))
+
+
+def _probe(fd: int, offset: int, length: int) -> float | None:
+    nowait = getattr(os, "RWF_NOWAIT", None)
+    if nowait is None:
+        return None
+    offsets = sorted({offset + (length - 1) * step // (_PROBES - 1) for step in range(_PROBES)})
+    byte = bytearray(1)
+    present = 0
+    for at in offsets:
+        try:
+            present += os.preadv(fd, [byte], at, nowait)
+        except BlockingIOError:
+            continue
+        except OSError:  # a file system without it
+            return None
+    return present / len(offsets)
+
+
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
+_NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP, errno.EPERM)
+
+_sync_file_range = getattr(_libc, "sync_file_range", None)
+
+
+_speeds: dict[int, tuple[bool, float]] = {}  # by device: whether it is fast, and when it was found
+
+
+def is_fast(fd: int) -> bool | None:
+    """Return whether the device of an open file is fast, None if that is to be measured."""
+    fast, at = _speeds.get(os.fstat(fd).st_dev, (False, -inf))
+    return None if perf_counter() - at > (FAST_FOR if fast else SLOW_FOR) else fast
+
+
+def begin_writeback(fd: int, offset: int, length: int) -> None:
+    """Start to write a range that is in the page cache to the device.
+
+    Raises:
+        OSError: the device failed.
+    """
+    _sync(fd, offset, length, _WRITE)
+
+
+class Trial:
+    """How long a device takes for the first blocks of a file, which go through the page cache."""
+
+    def __init__(self, fd: int) -> None:
+        """Begin when the first block is to be written to the file of a descriptor."""
+        self._fd = fd
+        self._began = perf_counter()
+        self._nbytes = 0  # that were taken,
+        self._first: float = inf  # from here
+        self._end = 0  # to there: there may be holes between
+
+    def take(self, offset: int, length: int) -> None:
+        """Note a range that is to be written."""
+        self._first = min(self._first, offset)
+        self._end = max(self._end, offset + length)
+        self._nbytes += length
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether so much was taken that it shows how fast the device is."""
+        return self._nbytes >= TRIAL
+
+    def judge(self) -> bool:
+        """Write back what was taken; return whether the device is fast.
+
+        Raises:
+            OSError: the device failed.
+        """
+        began, first = perf_counter(), int(self._first)
+        flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER
+        if not _sync(self._fd, first, self._end - first, flags):
+            return False
+        device = os.fstat(self._fd).st_dev
+        # without a block device (network, FUSE) the writes themselves may have waited for it,
+        # and those to a file opened with O_SYNC or O_DSYNC, which is part of it, did
+        waited = not os.major(device) or fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DSYNC
+        ended = perf_counter()
+        fast = self._nbytes > (ended - (self._began if waited else began)) * FAST_DEVICE
+        _speeds[device] = fast, ended
+        return fast
+
+
+def _sync(fd: int, offset: int, length: int, flags: int) -> bool:
+    """Return False where there is no such call."""
+    if _sync_file_range is None:
+        return False
+    span = ctypes.c_int64(offset), ctypes.c_int64(length)
+    if _sync_file_range(fd, *span, ctypes.c_uint(flags)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NOT_HERE:
+        return False
+    raise OSError(number, os.strerror(number))  # the sync at the end would not report it again
+
+
+# -- owner, mode, ACL, extended attributes ---------------------------------------------------------
+
+# We may not, or the file system cannot; anything else is a failure. EINVAL and EOVERFLOW: an owner
+# that has no number in this user namespace (container), or on an idmapped mount.
+REFUSED = (
+    errno.EPERM, errno.EACCES, errno.EINVAL, errno.EOVERFLOW, errno.EOPNOTSUPP, errno.ENOSYS,
+    errno.E2BIG, errno.ERANGE,
+)  # fmt: skip
+# Made for the old content: the kernel takes them off a file that is written to.
+_OF_THE_CONTENT = frozenset({"security.capability", "security.evm", "security.ima"})
+# Users, administrators and the kernel rely on these; other kinds belong to the file system.
+_KEPT = ("user.", "security.", "system.", "btrfs.")
+_ACL = "system."
+_NOBODY = 65534  # what the kernel shows for an owner who is not known here
+
+
+class Attributes(NamedTuple):
+    """A file's permission bits, user and group, and its extended attributes, ACL included."""
+
+    mode: int
+    owner: tuple[int, int]
+    extended: dict[str, bytes]
+
+
+def attributes_of(status: os.stat_result, file: int | str) -> Attributes:
+    """Return the attributes of a regular file.
+
+    Args:
+        status: of the file.
+        file: its descriptor or path.
+
+    Raises:
+        OSError: an attribute may not be read (`REFUSED`), the disk failed, or the file is gone.
+    """
+    follow = isinstance(file, int)
+    extended: dict[str, bytes] = {}
+    try:
+        for name in os.listxattr(file, follow_symlinks=follow):
+            if name.startswith(_KEPT) and name not in _OF_THE_CONTENT:
+                extended[name] = os.getxattr(file, name, follow_symlinks=follow)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):  # there are none
+            raise
+    return Attributes(stat.S_IMODE(status.st_mode), (status.st_uid, status.st_gid), extended)
+
+
+def set_attributes(fd: int, wanted: Attributes) -> None:
+    """Give a new file of ours, which has no more permissions, the attributes of another one.
+
+    Raises:
+        OSError: one of them is refused (`REFUSED`), or the disk is full or failed.
+    """
+    made = attributes_of(os.fstat(fd), fd)
+    if made == wanted:
+        return
+    if any(one == _NOBODY != own for one, own in zip(wanted.owner, made.owner, strict=True)):
+        raise OSError(errno.EPERM, "its owner is unknown in this user namespace")  # or `nobody`
+    names = made.extended.keys() | wanted.extended.keys()
+    differing = {name for name in names if made.extended.get(name) != wanted.extended.get(name)}
+    lists = {name for name in differing if name.startswith(_ACL)}
+    _set_extended(fd, differing - lists, wanted)  # as long as the file is ours
+    if made.owner != wanted.owner:
+        os.fchown(fd, *wanted.owner)
+    # An ACL changes the group's bits, a new owner clears others. Where the owner is not us,
+    # this takes the right that replacing a file in a sticky directory takes.
+    _set_extended(fd, lists, wanted)
+    if stat.S_IMODE(os.fstat(fd).st_mode) != wanted.mode or made.owner != wanted.owner:
+        os.fchmod(fd, wanted.mode)
+    now = attributes_of(os.fstat(fd), fd)  # some file systems only pretend
+    has_lists = all((name in now.extended) == (name in wanted.extended) for name in lists)
+    if now.owner != wanted.owner or (now.mode ^ wanted.mode) & 0o777 or not has_lists:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+def _set_extended(fd: int, names: set[str], wanted: Attributes) -> None:
+    """Set extended attributes, and remove those that were inherited from the folder."""
+    for name in names:
+        if name in wanted.extended:
+            os.setxattr(fd, name, wanted.extended[name])
+        else:
+            os.removexattr(fd, name)

@@ -20,15 +20,27 @@ from fastserial.errors import (
     UnreadableTensorError,
 )
 from fastserial.formats.dcp import METADATA_NAME, Metadata, parse
-from fastserial.formats.legacy.structure import MAGIC, read_legacy
+from fastserial.formats.legacy import MAGIC, read_legacy
 from fastserial.formats.pickles import Limits, decode
 from fastserial.formats.safetensors import read_header
 from fastserial.formats.source import BytesSource, ByteStream, DescriptorSource, Source, naming
-from fastserial.formats.storages import ITEM_BYTES, PACKED, contiguous_stride
-from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
-from fastserial.formats.zip.directory import RecordEntry, read_directory
-from fastserial.formats.zip.records import PICKLE, read_places, read_record
-from fastserial.formats.zip.structs import LOCAL_SIGNATURE
+from fastserial.formats.tensors import (
+    ITEM_BYTES,
+    PACKED,
+    Outline,
+    TensorEntry,
+    contiguous_stride,
+    outline,
+    zip_outline,
+)
+from fastserial.formats.zip_format import (
+    LOCAL_SIGNATURE,
+    PICKLE,
+    RecordEntry,
+    read_directory,
+    read_places,
+    read_record,
+)
 from fastserial.interrupts import Descriptors
 
 _SMALL_RECORD = 4096
@@ -55,7 +67,7 @@ class Container(abc.ABC):
     """What a file, or a folder, says of its contents.
 
     with open("ckpt.pt", "rb") as file:
-        container = open_container(file.fileno(), file.name)
+        container = open_container(DescriptorSource(file.fileno()), file.name)
         container.offset_of(container.tensor("model.weight"))
 
     Attributes:
@@ -180,14 +192,11 @@ class ZipContainer(FileContainer):
 
     format = Format.ZIP.value
 
-    def __init__(
-        self, source: Source, limits: Limits | None = None, all_records: bool = False
-    ) -> None:
+    def __init__(self, source: Source, limits: Limits | None = None) -> None:
         """Read its directory.
 
         Args:
             limits: on its pickle.
-            all_records: each local header is read, and records may have one name and differ.
 
         Raises:
             CorruptCheckpointError: it is damaged.
@@ -196,7 +205,7 @@ class ZipContainer(FileContainer):
         """
         super().__init__(source)
         self._limits = limits
-        self.directory = read_directory(source) if all_records else read_places(source)
+        self.directory = read_places(source)
         self.records: Sequence[RecordEntry] = self.directory.records
         self.archive_name = self.directory.archive_name
 
@@ -328,23 +337,19 @@ class FolderContainer(Container):
             )
         return {name: self.read_metadata(name) for name in self.metadata_files}
 
-    def joined(self) -> Metadata:
-        """Return what all metadata files say together.
+    def of_all_ranks(self) -> Metadata:
+        """Return what the metadata file of all ranks says.
 
         Raises:
-            ConvertError: ranks have the same key, each in a checkpoint of its own.
+            ConvertError: each rank saved a checkpoint of its own.
             CorruptCheckpointError, PickleLimitError, OSError: as `metadata`.
         """
         whole, *others = self.metadata.values()
-        for other in others:
-            twice = whole.keys & other.keys
-            if twice:
-                raise ConvertError(
-                    f"{self.path}: each rank saved a checkpoint of its own "
-                    f"(use_collectives=False), and {min(twice)!r} is in several of them: load it "
-                    "with torch.distributed.checkpoint"
-                )
-            whole.add(other)
+        if others:
+            raise ConvertError(
+                f"{self.path}: each rank saved a checkpoint of its own (use_collectives=False): "
+                "load it with torch.distributed.checkpoint"
+            )
         return whole
 
     @cached_property
@@ -416,16 +421,13 @@ def _begins_like_pickle(path: str) -> bool:
         return False
 
 
-def open_container(
-    fd: int, path: str, limits: Limits | None = None, all_records: bool = False
-) -> Container:
-    """Return what an open file, or folder, says of its contents.
+def open_container(source: Source, path: str, limits: Limits | None = None) -> Container:
+    """Return what a file, or a folder, says of its contents.
 
     Args:
-        fd: its descriptor, which its owner closes; positions are not used.
+        source: the file; a folder needs a `DescriptorSource`.
         path: its path, which counts where the first bytes do not decide; errors name it.
         limits: on its pickle.
-        all_records: as of `ZipContainer`.
 
     Raises:
         CorruptCheckpointError: it is damaged.
@@ -434,12 +436,11 @@ def open_container(
         OSError: it cannot be read.
     """
     with naming(path):
-        found = detect(fd, path)
+        found = detect(source, path)
         if found is Format.DAMAGED_ZIP:
             raise CorruptCheckpointError(found.value, offset=0)
-        source = DescriptorSource(fd)
         if found is Format.ZIP:
-            return ZipContainer(source, limits, all_records)
+            return ZipContainer(source, limits)
         if found is Format.LEGACY:
             return LegacyContainer(source, limits)
         if found is Format.SAFETENSORS:
@@ -470,26 +471,26 @@ def format_of_head(source: Source) -> Format | None:
     return Format.LEGACY if type(value) is int and value == MAGIC else None
 
 
-def detect(fd: int, name: str) -> Format:
-    """Return what an open file or folder is.
+def detect(source: Source, name: str) -> Format:
+    """Return what a file, or a folder, is.
 
     Args:
-        fd: its descriptor; positions are not used.
+        source: the file; of a folder, or a special file, a `DescriptorSource`.
         name: its path.
 
     Raises:
         OSError: the file cannot be read.
     """
-    found = os.fstat(fd)
-    if stat.S_ISDIR(found.st_mode):
-        return Format.DCP if is_dcp_folder(name) else Format.FOLDER
-    if not stat.S_ISREG(found.st_mode):
-        return Format.SPECIAL
-    if not found.st_size:
+    if isinstance(source, DescriptorSource):
+        mode = source.mode
+        if stat.S_ISDIR(mode):
+            return Format.DCP if is_dcp_folder(name) else Format.FOLDER
+        if not stat.S_ISREG(mode):
+            return Format.SPECIAL
+    if not source.size:
         return Format.EMPTY
     if name.endswith(".distcp"):
         return Format.SHARD
-    source = DescriptorSource(fd)
     head = format_of_head(source)
     if head is not None:
         return head

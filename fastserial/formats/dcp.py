@@ -17,7 +17,7 @@ from fastserial.checksums import check_crc, crc32
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.pickles import Call, Decoded, Global, Limits, Mapping, decode
 from fastserial.formats.source import BytesSource, ByteStream, Source, naming
-from fastserial.formats.storages import ITEM_BYTES
+from fastserial.formats.tensors import ITEM_BYTES
 
 METADATA_NAME = re.compile(r"(?:__\d+)?\.metadata", re.ASCII)  # of all ranks, or of one
 _MARK = b"fastserial"
@@ -135,20 +135,6 @@ class Metadata:
     ours: bool
     globals: frozenset[Global]
 
-    @property
-    def keys(self) -> set[str]:
-        """The keys of tensors and values."""
-        return self.tensors.keys() | set(self.values)
-
-    def add(self, other: Metadata) -> None:
-        """Add what another rank saved by itself."""
-        self.tensors.update(other.tensors)
-        self.values += other.values
-        self.paths.update(other.paths)
-        self.items += other.items
-        self.missing += other.missing
-        self.globals |= other.globals
-
 
 def parse(source: Source, path: str) -> Metadata:
     """Parse the contents of a `.metadata`. Nothing is imported or called.
@@ -162,7 +148,7 @@ def parse(source: Source, path: str) -> Metadata:
     ours = is_framed(pickled, path)
     stream = ByteStream(BytesSource(pickled))
     memory = max(1 << 30, _BYTES_EACH * len(pickled))
-    limits = Limits(memory, _SECONDS, kept=len(pickled))  # keys may be of any length
+    limits = Limits(memory, _SECONDS)
     with naming(path):
         found = decode(stream, limits)
     try:

@@ -16,10 +16,11 @@ are known. In a layout it comes after all that data.
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from struct import Struct
+from operator import floordiv
 from typing import NamedTuple
 
 from fastserial.memory.storages import Batch, Memory
@@ -68,7 +69,7 @@ class Packed:
     first: int | None
     sizes: Sequence[int]
     gaps: Sequence[bytes]
-    seal: Struct | None
+    seal: struct.Struct | None
     batch: Batch
     begin: int
     # Bytes cut by the end of a block are made as a whole, and kept until all of them were used.
@@ -165,3 +166,45 @@ def clip(extents: Iterable[Extent], first: int, stop: int) -> Iterator[Extent]:
         if begin < end:
             skipped = begin - extent.offset
             yield Extent(begin, end - begin, extent.source, extent.start + skipped)
+
+
+# -- storages back to back: the legacy container, and safetensors --------------------------------
+
+COUNT = struct.Struct("<q")  # of elements, before each storage of the legacy container
+
+
+def element_counts(
+    sizes: Sequence[int], element_sizes: Sequence[int], save_size: bool
+) -> list[bytes]:
+    """Return the bytes before each storage: its element count, or nothing without `save_size`."""
+    if not save_size:
+        return [b""] * len(sizes)
+    # As torch: bytes beyond the last whole element are written, but not counted.
+    return list(map(COUNT.pack, map(floordiv, sizes, element_sizes)))
+
+
+def storage_extents(batch: Batch, counts: Sequence[bytes]) -> list[Extent]:
+    """Lay storages out back to back.
+
+    Args:
+        batch: the storages.
+        counts: the bytes before each, from `element_counts`.
+    """
+    sizes = batch.sizes
+    sources: list[Literal | Data | Packed] = []
+    for first, stop, packed in batch.pieces():
+        if counts[first]:
+            sources.append(Literal(counts[first]))
+        if packed:
+            part = sizes[first:stop]
+            gaps = [*counts[first + 1 : stop], b""]
+            length = sum(part) + sum(map(len, gaps))
+            sources.append(Packed(length, None, part, gaps, None, batch, first))
+        elif sizes[first]:
+            sources.append(Data(batch.memory(first), sizes[first], None))
+    extents: list[Extent] = []
+    offset = 0
+    for source in sources:
+        extents.append(Extent(offset, source.length, source))
+        offset += source.length
+    return extents

@@ -49,22 +49,6 @@ class Persistent(NamedTuple):
     pid: Any
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Elided:
-    """A string or an integer that is too long to keep.
-
-    Attributes:
-        nbytes: its length.
-        end: where it ends in the stream (bytes).
-    """
-
-    nbytes: int
-    end: int
-
-    def __str__(self) -> str:
-        return f"<{self.nbytes} bytes up to byte {self.end}>"
-
-
 @dataclass(slots=True, eq=False)
 class Mapping:
     """A dictionary, whose keys need not be hashable."""
@@ -114,14 +98,12 @@ class Limits:
     Attributes:
         memory: bytes of its values (an upper estimate).
         seconds: time.
-        kept: strings and integers longer than this many bytes are left out (`Elided`).
         depth: how deep values may be nested, for a walk over them.
         visits: how many values a walk may visit, roughly.
     """
 
     memory: int = 1024 * 1024 * 1024
     seconds: float = 60.0
-    kept: int = 64 * 1024
     depth: int = 1000
     visits: int = 20_000_000
 
@@ -149,7 +131,6 @@ class _SymbolicUnpickler(pickle._Unpickler):
         self.budget = limits.memory
         self.globals: set[Global] = set()
         self.persistents: list[Persistent] = []
-        self._elided: Elided | None = None
         self._depths: dict[int, tuple[tuple[Any, ...], int]] = {}  # of tuples with tuples in them
 
     def load(self) -> Any:
@@ -175,35 +156,38 @@ class _SymbolicUnpickler(pickle._Unpickler):
                     stream.at = at + 1
                     self.budget -= _COSTS[code]
                     _TABLE[code](self)
-                if self.budget < 0:
-                    raise PickleLimitError(f"a pickle takes more than {self.limits.memory} bytes")
+                self.spend(0)
                 if monotonic() > deadline:
                     raise PickleLimitError(f"a pickle takes longer than {self.limits.seconds} s")
         except _Stop:
             return self.stack[-1]
 
     def read(self, nbytes: int) -> bytes:
-        """Return the next bytes; nothing if they are more than are kept of a value.
+        """Return the next bytes.
 
-        Then `replace_elided` has to follow the opcode.
+        Raises:
+            CorruptCheckpointError: there are not as many.
+            PickleLimitError: all values together take more than the limits allow.
         """
-        if nbytes > self.limits.kept:
-            self.stream.skip(nbytes)
-            self._elided = Elided(nbytes, self.stream.tell())
-            return b""
-        self.budget -= nbytes
+        if nbytes > self.budget:
+            self.stream.expect(nbytes)  # a length past the end is damage
+        self.spend(nbytes)
         return self.stream.read(nbytes)
 
-    def replace_elided(self) -> None:
-        """Replace the value of the last opcode if its bytes were left out."""
-        if self._elided is not None:
-            self.stack[-1] = self._elided
-            self._elided = None
+    def spend(self, nbytes: int) -> None:
+        """Take memory from the budget.
+
+        Raises:
+            PickleLimitError: there is not as much left.
+        """
+        self.budget -= nbytes
+        if self.budget < 0:
+            raise PickleLimitError(f"a pickle takes more than {self.limits.memory} bytes")
 
     def readline(self) -> bytes:
         """Return the bytes up to the next newline, which is included."""
         line = self.stream.readline()
-        self.budget -= len(line)
+        self.spend(len(line))
         return line
 
     def find_class(self, module: str, name: str) -> Global:
@@ -298,7 +282,6 @@ _KNOWN = (
     b"qhrj\x94"  # memo
     b"c\x93R\x81\x92bQ"  # names, calls, state, persistent ids
 )
-_LONG = b"X\x8dTB\x8e\x96\x8b"  # text, bytes and integers of any length
 _SAME = {pickle.BYTEARRAY8: pickle.BINBYTES8, pickle.ADDITEMS: pickle.APPENDS}
 _CONTAINERS = b"(]}\x8f\x91t\x85\x86\x87R\x81\x92"
 _COSTS = [_PUSH_BYTES + _CONTAINER_BYTES * (code in _CONTAINERS) for code in range(256)]
@@ -313,17 +296,7 @@ def _table() -> list[_Handler]:
     for code in _KNOWN:
         handled = _SAME.get(bytes((code,)), (code,))[0]
         table[code] = getattr(_SymbolicUnpickler, pythons[handled].__name__)
-    for code in _LONG:
-        table[code] = _eliding(table[code])
     return table
-
-
-def _eliding(handler: _Handler) -> _Handler:
-    def handle(machine: _SymbolicUnpickler) -> None:
-        handler(machine)
-        machine.replace_elided()
-
-    return handle
 
 
 _TABLE = _table()
@@ -380,4 +353,4 @@ def refuse_nested(data: bytes) -> None:
     """
     if sum(map(data.count, _TUPLES)) > _MOST_NESTED_TUPLES:  # an upper bound, quickly found
         stream = ByteStream(BytesSource(data))
-        decode(stream, Limits(memory=max(1 << 30, 512 * len(data)), seconds=600.0, kept=len(data)))
+        decode(stream, Limits(memory=max(1 << 30, 512 * len(data)), seconds=600.0))

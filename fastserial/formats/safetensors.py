@@ -14,8 +14,13 @@ from typing import Any, NamedTuple
 
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.source import Source
-from fastserial.formats.storages import ITEM_BYTES, StorageEntry, contiguous_stride
-from fastserial.formats.tensors import Outline, TensorEntry
+from fastserial.formats.tensors import (
+    ITEM_BYTES,
+    Outline,
+    StorageEntry,
+    TensorEntry,
+    contiguous_stride,
+)
 
 STEM = "model"
 ONE_FILE = f"{STEM}.safetensors"

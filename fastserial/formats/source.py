@@ -55,6 +55,11 @@ class DescriptorSource:
         """How many bytes there are."""
         return self._size
 
+    @property
+    def mode(self) -> int:
+        """Its type, as `os.stat` has it in `st_mode`: a descriptor may be that of a folder."""
+        return os.fstat(self._fd).st_mode
+
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes from `offset` on.
 
@@ -154,15 +159,23 @@ class ByteStream:
         """Return the offset of the next byte."""
         return self._offset + self.at
 
+    def expect(self, length: int) -> None:
+        """Raise if there are not `length` more bytes.
+
+        Raises:
+            CorruptCheckpointError: there are not as many.
+        """
+        if self.tell() + length > self._end:
+            raise CorruptCheckpointError("the pickle ends too early", offset=self._end)
+
     def load_chunk(self, length: int) -> None:
         """Make the chunk begin with the next `length` bytes, and `at` zero.
 
         Raises:
             CorruptCheckpointError: there are not as many.
         """
+        self.expect(length)
         offset = self.tell()
-        if offset + length > self._end:
-            raise CorruptCheckpointError("the pickle ends too early", offset=self._end)
         size = min(max(length, STREAM_CHUNK), self._end - offset)
         self.chunk = self._source.read_at(offset, size)
         self._offset, self.at = offset, 0
@@ -179,16 +192,6 @@ class ByteStream:
             at = 0
         self.at = at + length
         return self.chunk[at : at + length]
-
-    def skip(self, length: int) -> None:
-        """Skip `length` bytes.
-
-        Raises:
-            CorruptCheckpointError: there are not as many.
-        """
-        if self.tell() + length > self._end:
-            raise CorruptCheckpointError("the pickle ends too early", offset=self._end)
-        self.at += length
 
     def readline(self) -> bytes:
         """Return the bytes up to the next newline, which is included.

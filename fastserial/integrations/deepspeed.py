@@ -48,9 +48,7 @@ from fastserial.errors import ConfigError, FastserialError
 from fastserial.files.durable import replace_text, sync_folders
 from fastserial.integrations.deepspeed_full import load_full, save_full
 from fastserial.overlap.asynchronous import KINDS, Kind, start_save
-from fastserial.overlap.guard import storages_of_optimizer
 from fastserial.overlap.pending import PendingSave
-from fastserial.overlap.watch import all_storages
 
 if TYPE_CHECKING:
     from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
@@ -68,7 +66,6 @@ __all__ = [
 
 SECTION = "fastserial"
 _LATEST = "latest"
-_ZERO_3 = 3
 _log = logging.getLogger("fastserial")
 
 
@@ -87,17 +84,14 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
     """
 
     def __init__(
-        self,
-        options: Mapping[str, Any],
-        zip_container: bool = True,
-        overlap: Kind | None = None,
+        self, options: Mapping[str, Any], zip_container: bool = True, overlap: bool = False
     ) -> None:
         """Make an engine.
 
         Args:
             options: as in `fastserial.Config`.
             zip_container: torch's zip format; False is the legacy one.
-            overlap: write during training, with this kind of snapshot (`save_async`).
+            overlap: write copies during training (`save_async`).
 
         Raises:
             ConfigError: an option has an unknown name or an impossible value.
@@ -108,7 +102,6 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         self.options = dict(options)
         self.zip_container = zip_container
         self.overlap = overlap
-        self.steady: Callable[[], set[int]] | None = None  # storages that only steps change
         self.info: CheckpointCommitInfo | None = None
         self._uncommitted = False
         self._saves: list[PendingSave] = []
@@ -118,7 +111,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
 
     def is_decoupled(self) -> bool:
         """Return whether DeepSpeed calls `commit` only before the next optimizer step."""
-        return self.overlap is not None
+        return self.overlap
 
     def get_commit_info(self) -> CheckpointCommitInfo | None:
         """Return what is not committed yet."""
@@ -143,14 +136,11 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
             return
         try:
             with config.options(**self.options):
-                if self.overlap is None:
-                    write(state_dict, path, zip_container=self.zip_container)
-                else:
+                if self.overlap:
                     form = {"_use_new_zipfile_serialization": self.zip_container}
-                    steady = self.steady() if self.steady is not None else set()
-                    self._saves.append(
-                        start_save(state_dict, path, self.overlap, None, form, steady=steady)
-                    )
+                    self._saves.append(start_save(state_dict, path, None, form))
+                else:
+                    write(state_dict, path, zip_container=self.zip_container)
         except Exception as error:
             self.fail(error)
 
@@ -253,9 +243,9 @@ def enable(engine: Any, /, *, overlap: bool | Kind = False, **options: Any) -> A
 
     Args:
         engine: what `deepspeed.initialize` returned.
-        overlap: write while the next forward and backward pass run; the next optimizer step waits
-            for the files of all ranks, and raises what went wrong. Call `engine.destroy()` at the
-            end. True is `in_place`: what optimizer steps alone change is not copied; or `copy`.
+        overlap: write copies while the next forward and backward pass run; the next optimizer
+            step waits for the files of all ranks, and raises what went wrong. Call
+            `engine.destroy()` at the end. `"copy"` and `"in_place"` mean True.
         options: as in `fastserial.Config`.
 
     Raises:
@@ -264,12 +254,11 @@ def enable(engine: Any, /, *, overlap: bool | Kind = False, **options: Any) -> A
     """
     if overlap not in (True, False, *KINDS):
         raise ConfigError(f'overlap must be True, False, "copy" or "in_place", not {overlap!r}')
-    kind: Kind | None = overlap if isinstance(overlap, str) else "in_place" if overlap else None
     current = engine.checkpoint_engine
     if isinstance(current, FastserialCheckpointEngine):
         config.current(**options)
         current.conclude()
-        current.options, current.overlap = dict(options), kind
+        current.options, current.overlap = dict(options), bool(overlap)
         return engine
     if not isinstance(current, TorchCheckpointEngine):
         raise ConfigError(
@@ -278,9 +267,7 @@ def enable(engine: Any, /, *, overlap: bool | Kind = False, **options: Any) -> A
             "fastserial.integrations.deepspeed.install() before deepspeed.initialize"
         )
     zip_container = getattr(current, "zipfile_serialization", True)
-    ours = FastserialCheckpointEngine(options, zip_container, kind)
-    ours.steady = functools.partial(_steady, weakref.ref(engine))
-    engine.checkpoint_engine = ours
+    engine.checkpoint_engine = FastserialCheckpointEngine(options, zip_container, bool(overlap))
     for name, method in _METHODS.items():
         bound = functools.partial(method, engine)
         setattr(engine, name, functools.update_wrapper(bound, getattr(type(engine), name)))
@@ -331,25 +318,6 @@ def _load_checkpoint(engine: Any, *arguments: Any, **named: Any) -> Any:
     """Call DeepSpeed's method once the pending checkpoint is committed."""
     engine.checkpoint_engine.conclude()
     return type(engine).load_checkpoint(engine, *arguments, **named)
-
-
-def _steady(reference: weakref.ref[Any]) -> set[int]:
-    """Return the identities of the storages that only optimizer steps change.
-
-    Under ZeRO 3, training gathers and releases parameters between steps.
-    """
-    engine = reference()
-    if engine is None:
-        return set()
-    found: set[int] = set()
-    if isinstance(engine.basic_optimizer, torch.optim.Optimizer):
-        found.update(storages_of_optimizer(engine.basic_optimizer))
-    if engine.zero_optimization_stage() < _ZERO_3:
-        found.update(all_storages(engine.module.parameters()))
-    else:
-        found.difference_update(all_storages(engine.module.parameters()))
-    found.difference_update(all_storages(engine.module.buffers()))
-    return found
 
 
 _METHODS: dict[str, Callable[..., Any]] = {

@@ -96,12 +96,22 @@ def fastpersist_save_legacy(
     double_buffer: bool = True,
     num_parallel_writers: int = 1,
     pickle_protocol: int = 2,
+    group: dist.ProcessGroup | None = None,
 ) -> Statistics:
     """Write what `torch.save(…, _use_new_zipfile_serialization=False)` writes (legacy format).
 
-    Arguments, result and errors are those of `fastpersist_save`.
+    Arguments, result and errors are those of `fastpersist_save`; but ranks write no legacy file
+    together.
+
+    Raises:
+        ConfigError: a `group` is given.
     """
     del num_parallel_writers
+    if group is not None:
+        raise ConfigError(
+            "several ranks write one file in the zip format only: call fastpersist_save(obj, "
+            "file_path, group=group), whose file torch.load reads as well"
+        )
     _refuse_gds(use_gds)
     found = overrides(aio_handle)
     return _save(obj, file_path, found, show_stats, False, pickle_protocol)

@@ -160,11 +160,7 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
         """Make a plugin.
 
         Args:
-            snapshot: `copy`, or `in_place`: parameters and optimizer states are read while training
-                continues, and optimizer steps wait until what they change is taken. Not with
-                callbacks that put other weights into the model (averaging, manual optimization).
-            snapshot_budget: bytes of host memory that copies may take, of all saves together; by
-                default half of what is free. What does not fit is written before the call returns.
+            snapshot, snapshot_budget: as `save_async`.
             verify: as `FastCheckpointIO`.
 
         Raises:
@@ -172,7 +168,6 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
         """
         super().__init__(verify=verify)
         check_snapshot(snapshot, snapshot_budget)
-        self._kind: Kind = snapshot
         self._budget = snapshot_budget
         self._reset()
 
@@ -271,7 +266,6 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             save = start_save(
                 checkpoint,
                 local,
-                self._kind,
                 self._budget,
                 prefix=_PREFIX,
                 otherwise=lambda: self._lightnings_own().save_checkpoint(checkpoint, local),

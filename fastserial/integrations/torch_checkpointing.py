@@ -23,10 +23,8 @@ from fastserial.checksums import check_crc, crc32
 from fastserial.config import options
 from fastserial.files.durable import sync_folders
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.records import read_places
-from fastserial.formats.zip.structs import LOCAL_SIGNATURE
-from fastserial.loading.reader import FastFileReader
-from fastserial.loading.sinks import HostSink, ReadExtent
+from fastserial.formats.zip_format import LOCAL_SIGNATURE, read_places
+from fastserial.loading.reader import FastFileReader, HostSink, ReadExtent
 from fastserial.patching.install import install
 from fastserial.saving.writer import FastFileWriter
 

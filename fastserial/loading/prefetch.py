@@ -1,4 +1,4 @@
-"""The storages of a zip checkpoint, read ahead of torch's unpickler.
+"""The storages of a zip checkpoint, read ahead of torch's unpickler, which asks for records.
 
 One read of the central directory says where every record is. The records are read in the order of
 their keys, which is the order in which pickles ask for them and, in files of torch 2.7 and later,
@@ -8,6 +8,9 @@ Everything but the reads themselves happens in the thread that unpickles, whenev
 record: it allocates memory, submits blocks and reaps them. So there is no state that two threads
 share. malloc, which keeps freed memory for the thread that allocated it, finds memory that was used
 before and needs no page faults.
+
+`FastZipReader` stands in for torch's PyTorchFileReader in `_load`. torch's own reader still reads
+the pickle, the small records, and every storage that is not as expected.
 """
 
 from __future__ import annotations
@@ -22,21 +25,26 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from fastserial import trace
-from fastserial.checksums import CrcLedger, check_crc
+from fastserial.checksums import CrcLedger, check_crc, crc32
 from fastserial.config.performance import IN_PLACE, LOOK_AHEAD, NEAR_EXTENTS, READ_TOGETHER
 from fastserial.errors import CorruptCheckpointError, EngineError
-from fastserial.formats.zip.directory import RecordEntry
-from fastserial.formats.zip.structs import LOCAL, LOCAL_LENGTHS, LOCAL_SIGNATURE
-from fastserial.loading.planner import plan_blocks
+from fastserial.formats.zip_format import (
+    LOCAL,
+    LOCAL_LENGTHS,
+    LOCAL_SIGNATURE,
+    Directory,
+    RecordEntry,
+)
+from fastserial.interrupts import raised_by_handler
 from fastserial.loading.pump import Block
-from fastserial.loading.reader import FastFileReader
-from fastserial.loading.sinks import (
+from fastserial.loading.reader import (
     BytesSink,
     CheckedSink,
+    FastFileReader,
     HostSink,
     ReadExtent,
     Sink,
+    plan_blocks,
     storage_sink,
 )
 from fastserial.memory.huge_pages import HugePages
@@ -44,7 +52,6 @@ from fastserial.memory.storages import new_storage
 
 if TYPE_CHECKING:
     from fastserial.memory.buffers import Ring
-
 
 _log = logging.getLogger("fastserial")
 _DIGITS = 20  # of a key that is looked at
@@ -171,7 +178,7 @@ class Prefetch:
         file: FastFileReader,
         entries: Sequence[RecordEntry],
         verify: bool,
-        devices: Mapping[str, torch.device] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Plan to read stored, not empty records.
 
@@ -179,19 +186,19 @@ class Prefetch:
             file: nothing else reads from it; closed by `close`.
             entries: what to read; their `data_offset` may be wrong (see `take`).
             verify: check each record's CRC-32.
-            devices: where records are to go, by name; the others stay on the host. With devices all
-                records are read together, and none of those is ever whole in host memory.
+            device: where they are to go; None: host memory. To a device all records are read
+                together, and none is ever whole in host memory.
         """
         self.error: BaseException | None = None
         self.wait_seconds = 0.0
         self._file = file
         self._pid = os.getpid()
         self._pump = file.blocks
-        self._devices = devices or {}
+        self._device = device
         policy = self._pump.policy
-        self._alignment = 0 if policy.never_direct or self._devices else policy.alignment
+        self._alignment = 0 if policy.never_direct or device is not None else policy.alignment
         self._pages = HugePages()
-        self._unread = [_RecordGroup(entries, 0)] if self._devices else _groups_of(entries)
+        self._unread = _groups_of(entries) if device is None else [_RecordGroup(entries, 0)]
         self._group_of = {entry.name: group for group in self._unread for entry in group.entries}
         self._wanted: _RecordGroup | None = None  # that the caller waits for
         self._held = 0  # bytes of records that have memory and were not taken
@@ -244,9 +251,7 @@ class Prefetch:
                 while group.left != 0 and self._advance(1):
                     pass
             self._wanted = None
-            ended = perf_counter()
-            self.wait_seconds += ended - began
-            trace.emit("wait for a storage", began, ended)
+            self.wait_seconds += perf_counter() - began
             if group.left != 0:
                 if isinstance(self.error, CorruptCheckpointError):
                     raise self.error
@@ -295,6 +300,8 @@ class Prefetch:
             try:
                 blocks = list(plan_blocks(self._allocated(group), self._pump))
             except (RuntimeError, MemoryError) as error:  # if it is needed, torch will say so
+                if raised_by_handler(error):
+                    raise
                 group.records.clear()
                 self.error = error.with_traceback(None)  # which would keep memory
                 return
@@ -313,15 +320,15 @@ class Prefetch:
         Raises:
             RuntimeError, MemoryError: there is no memory, or a device failed.
         """
+        device = self._device
         for entry in group.entries:
-            device = self._devices.get(entry.name)
             group.records[entry.name] = (
                 _HostRecord(entry, self._alignment)
                 if device is None
                 else _DeviceRecord(entry, device)
             )
         records = group.records.values()
-        if self._devices:
+        if device is not None:
             self._file.attend([record.storage for record in records])
         return [read for one in records for read in one.reads(self._checked, self._file.ring)]
 
@@ -400,3 +407,107 @@ def _order(entry: RecordEntry, index: int) -> int:
         return int(entry.name[len("data/") :][:_DIGITS])
     except ValueError:
         return index
+
+
+class _Loaded:
+    """What `_load` unpacks: `get_storage_from_record(...)._typed_storage()._untyped_storage`."""
+
+    __slots__ = ("_untyped_storage",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._untyped_storage = storage
+
+    def _typed_storage(self) -> _Loaded:
+        return self
+
+
+class FastZipReader:
+    """Serves records to `_load`; everything else is delegated to torch's reader."""
+
+    def __init__(
+        self,
+        stock: Any,
+        path: str,
+        limit: int,
+        directory: Directory | None = None,
+        prefetch: Prefetch | None = None,
+        verify: bool = False,
+    ) -> None:
+        """Wrap `stock`, a PyTorchFileReader on the same file.
+
+        Args:
+            stock: torch's reader.
+            path: the file's name, for errors.
+            limit: bytes that no record can exceed, whatever the file says of it.
+            directory: the file's central directory; None: sizes come from torch's reader.
+            prefetch: reads the storages ahead; None: torch reads them all.
+            verify: also check the CRC-32 of what torch reads (needs the directory).
+        """
+        self.stock = stock
+        self.position: int | None = None  # where torch would have left the file (bytes)
+        self._path = path
+        self._limit = limit
+        known = directory.records if directory is not None else ()
+        self._records: Mapping[str, RecordEntry] = {record.name: record for record in known}
+        self._has_directory = directory is not None
+        self._prefetch = prefetch
+        self._verify = verify
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("get_"):  # these may move the file
+            self.position = None
+        return getattr(self.stock, name)
+
+    def get_record(self, name: str) -> bytes:
+        """Return a record's bytes.
+
+        Raises:
+            RuntimeError: as torch's reader; `CorruptCheckpointError` if the record is damaged.
+        """
+        self.position = None
+        self._size(name)
+        data = cast("bytes", self.stock.get_record(name))
+        self._check(name, data)
+        return data
+
+    def get_storage_from_record(self, name: str, numel: int, kind: Any) -> Any:
+        """Return something that holds a storage of a record's first `numel` bytes.
+
+        Raises:
+            RuntimeError: as torch's reader; `CorruptCheckpointError` if the record is damaged.
+        """
+        if self._prefetch is not None and numel > 0 and kind is torch.UntypedStorage:
+            storage = self._prefetch.take(name, numel)
+            if storage is not None:
+                self.position = self._records[name].data_end
+                return _Loaded(storage)
+        size = self._size(name)
+        if size != 0:  # else torch does not touch the file
+            self.position = None
+        if size is not None and numel > size:  # older torch would read past its memory
+            raise self._damaged(name, f"the pickle asks for {numel} bytes of {size}")
+        found = self.stock.get_storage_from_record(name, numel, kind)
+        if self._verify and numel and numel != size:
+            self.get_record(name)  # all of it has the checksum
+        elif self._verify and numel:
+            address = found._typed_storage()._untyped_storage.data_ptr()
+            self._check(name, (ctypes.c_char * numel).from_address(address))
+        return found
+
+    def _size(self, name: str) -> int | None:
+        """Return a record's size, None if there is no such record, which torch will say."""
+        if self._has_directory:
+            record = self._records.get(name)
+            return None if record is None else record.size
+        size = int(self.stock.get_record_size(name))
+        if size > self._limit:
+            raise self._damaged(name, f"{size} bytes are more than the file can hold")
+        return size
+
+    def _check(self, name: str, data: Any) -> None:
+        record = self._records.get(name) if self._verify else None
+        if record is not None and record.crc:
+            check_crc(crc32(data), record.crc, self._path, name, record.data_offset)
+
+    def _damaged(self, name: str, what: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(what, path=self._path, record=name)

@@ -4,25 +4,43 @@ from __future__ import annotations
 
 import mmap
 import resource
+import sys
 import threading
 import weakref
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
+
+import torch
 
 from fastserial.config import Config, current
-from fastserial.config.performance import SHORT_LOAD, MiB
-from fastserial.errors import CorruptCheckpointError
+from fastserial.config.performance import (
+    MOSTLY_CACHED,
+    SHORT_LOAD,
+    SMALL_CACHED_LOAD,
+    SMALL_LOAD,
+    MiB,
+)
+from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.files.linux import cached_fraction
 from fastserial.files.sources import FileSource, file_source
+from fastserial.formats.extents import COUNT
 from fastserial.interrupts import finish
+from fastserial.loading.prefetch import FastZipReader, Prefetch
 from fastserial.loading.pump import ReadCounts
-from fastserial.loading.reader import FastFileReader, report_load
-from fastserial.loading.zip_reader import FastZipReader
+from fastserial.loading.reader import (
+    BytesSink,
+    FastFileReader,
+    ReadExtent,
+    report_load,
+    storage_sink,
+)
+from fastserial.memory.devices import has_streams
 from fastserial.memory.held_settings import paused_collection
+from fastserial.memory.huge_pages import HugePages
+from fastserial.memory.storages import is_on_host
 from fastserial.reports import HOST_ONLY
-
-if TYPE_CHECKING:
-    from fastserial.loading.prefetch import Prefetch
 
 
 class _Open(threading.local):
@@ -159,3 +177,101 @@ def current_session() -> LoadSession | None:
     loads = _open.loads
     load = loads[-1]() if loads else None
     return load if load is not None and not load.used else None
+
+
+def is_small(source: FileSource, config: Config) -> bool:
+    """Return whether torch reads the storages of this file at least as fast as we would."""
+    if source.size <= SMALL_LOAD * config.small_file:
+        return True
+    if source.size > SMALL_CACHED_LOAD * config.small_file:
+        return False
+    return (cached_fraction(source.fd, 0, source.size) or 0.0) >= MOSTLY_CACHED
+
+
+# -- devices -------------------------------------------------------------------------------------
+
+_HOST = "cpu"
+
+
+def device_of(map_location: Any, stock: Any) -> torch.device | None:
+    """Return the device to read all storages to, where torch would move them.
+
+    None: they are read to the host, and torch decides where each goes.
+
+    Args:
+        map_location: of `torch.load`.
+        stock: torch's reader of the file.
+    """
+    if not isinstance(map_location, str | torch.device) or str(map_location) == _HOST:
+        return None  # torch is not asked for its devices: that would initialize CUDA
+    try:
+        device = torch.device(map_location)
+    except RuntimeError:  # torch will say so
+        return None
+    module: Any = getattr(torch, device.type, None)
+    if not has_streams(device) or not module.is_available():
+        return None
+    index = module.current_device() if device.index is None else device.index
+    name = "byteorder"  # torch swaps bytes on the host
+    in_our_order = stock.has_record(name) and stock.get_record(name) == sys.byteorder.encode()
+    if index >= module.device_count() or not in_our_order or not _only_torchs_own():
+        return None
+    return torch.device(device.type, index)
+
+
+def _only_torchs_own() -> bool:
+    """Return whether only torch's own functions move storages to devices."""
+    serialization: Any = torch.serialization
+    return all(
+        getattr(restore, "func", restore).__module__ == serialization.__name__
+        for _, _, restore in serialization._package_registry
+    )
+
+
+# -- the legacy container ------------------------------------------------------------------------
+
+
+def read_storages(
+    reader: FastFileReader, storages: Mapping[Any, Any], keys: Sequence[Any], offset: int
+) -> int:
+    """Fill the storages, which are in the file in the order of `keys`, each after its count.
+
+    Args:
+        reader: the file.
+        storages: typed storages by key.
+        keys: keys in the order of the file.
+        offset: where the first count is (bytes).
+
+    Returns:
+        The first byte after the last storage.
+
+    Raises:
+        CorruptCheckpointError: the file is not as the pickle says; torch's own reader says what.
+        UnreadableCheckpointError: storages are on devices that we do not fill.
+        OSError: the disk failed.
+    """
+    if len(set(keys)) != len(keys) or not all(key in storages for key in keys):
+        raise CorruptCheckpointError("the list of storages is damaged")
+    untyped = [storages[key]._untyped_storage for key in keys]
+    if not all(is_on_host(storage) or has_streams(storage.device) for storage in untyped):
+        raise UnreadableCheckpointError("storages on other devices are torch's to read")
+    reader.attend(untyped)
+    extents: list[ReadExtent] = []
+    counts: list[tuple[BytesSink, bytes]] = []  # what is read, and what the pickle says
+    host: list[tuple[int, int]] = []
+    for key, storage in zip(keys, untyped, strict=True):
+        nbytes, item = storage.nbytes(), storages[key].dtype.itemsize
+        count = BytesSink(COUNT.size)
+        counts.append((count, COUNT.pack(nbytes // item)))
+        extents.append(ReadExtent(offset, COUNT.size, count))
+        offset += COUNT.size
+        if nbytes:
+            if is_on_host(storage):
+                host.append((storage.data_ptr(), nbytes))
+            extents.append(ReadExtent(offset, nbytes, storage_sink(storage, reader.ring)))
+            offset += nbytes
+    HugePages().advise_all(host)
+    reader.read_into(extents)
+    if any(count.data != expected for count, expected in counts):
+        raise CorruptCheckpointError("the size of a storage is not what the pickle says")
+    return offset

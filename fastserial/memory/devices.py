@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 _NEEDED = ("Event", "Stream", "current_stream", "device", "stream")
-_NAMES = ("cuda", "xpu", "mtia", "hpu", "mps")
 
 
 @dataclass(eq=False)
@@ -29,14 +28,6 @@ class Pinned:
     nbytes: int
     whole: torch.Tensor
     streams: dict[torch.device, CopyStream] = field(default_factory=dict)
-
-
-def device_names() -> list[bytes]:
-    """Return what the locations of storages on devices begin with, here or elsewhere."""
-    import torch
-
-    found: Any = torch._C
-    return [name.encode() for name in (*_NAMES, found._get_privateuse1_backend_name())]
 
 
 def has_streams(device: torch.device) -> bool:

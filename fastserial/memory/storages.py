@@ -15,7 +15,6 @@ from itertools import accumulate, repeat
 from operator import add, attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from fastserial import trace
 from fastserial.config.performance import PACKED_BYTES, PACKED_STORAGE
 from fastserial.errors import StorageChangedError
 from fastserial.memory.devices import has_streams
@@ -214,7 +213,6 @@ def storage_memory(storage: torch.UntypedStorage) -> StorageOnHost | StorageMemo
     return StorageMemory(storage)
 
 
-@trace.traced("wait for the GPU")
 def synchronize(storages: Sequence[torch.UntypedStorage]) -> None:
     """Wait for the work queued on the current streams of the storages' devices.
 

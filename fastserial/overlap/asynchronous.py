@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -19,21 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from fastserial.checkpoints.save import write
-from fastserial.errors import (
-    ConfigError,
-    FastserialError,
-    StorageChangedError,
-    TornSnapshotError,
-    name_in,
-)
-from fastserial.files.targets import StockWay
-from fastserial.formats.zip.layout import ZipPlan, archive_name
+from fastserial.errors import ConfigError, FastserialError, name_in
+from fastserial.files.destination import StockWay
+from fastserial.formats.zip_layout import ZipPlan, archive_name
 from fastserial.memory.held_settings import quick_switches
-from fastserial.memory.storages import Batch
+from fastserial.memory.storages import Batch, batch_of
 from fastserial.overlap import pending
 from fastserial.overlap.pending import PendingSave
-from fastserial.overlap.snapshot import Snapshot
-from fastserial.overlap.watch import Reached, noting
+from fastserial.overlap.snapshot import Snapshot, StoragePart
 from fastserial.patching import save_hooks
 from fastserial.patching.install import patched
 from fastserial.reports import SaveReport, SnapshotReport, publish_save
@@ -77,11 +69,10 @@ def save_async(
         obj: what to save. It is pickled at the call.
         path: the file. Where none can be replaced, the save is made before the call returns.
         snapshot: `copy`: tensors are copied, and may be changed as soon as the call returns.
-            `in_place`: they are read while the program continues; optimizer steps wait until the
-            bytes that they change are taken. Small tensors are copied.
+            `in_place` means the same.
         snapshot_budget: bytes that copies may take, of all saves together; by default half of the
-            memory that is free, divided by the ranks of the node. With `copy`, what does not fit is
-            written before the call returns.
+            memory that is free, divided by the ranks of the node. If the tensors do not fit, the
+            file is written before the call returns.
         torch_save_arguments: as `torch.save`.
 
     Returns:
@@ -95,7 +86,7 @@ def save_async(
     check_snapshot(snapshot, snapshot_budget)
     if unknown := torch_save_arguments.keys() - _ARGUMENTS.keys():
         raise TypeError(f"save_async() got an unexpected argument {min(unknown)!r}")
-    return start_save(obj, path, snapshot, snapshot_budget, torch_save_arguments)
+    return start_save(obj, path, snapshot_budget, torch_save_arguments)
 
 
 def check_snapshot(kind: object, budget: object) -> None:
@@ -113,10 +104,8 @@ def check_snapshot(kind: object, budget: object) -> None:
 def start_save(
     obj: object,
     path: str | os.PathLike[str],
-    kind: Kind,
     budget: int | None,
     arguments: Mapping[str, Any] | None = None,
-    steady: Set[int] | None = None,
     then: Callable[[], object] | None = None,
     began: float | None = None,
     prefix: str | None = None,
@@ -126,7 +115,6 @@ def start_save(
 
     Args:
         arguments: of `torch.save`, where they are not its defaults.
-        steady: identities of the storages that may be read in place; None: all that are watched.
         then: called on the saving thread once the file is in place.
         began: when the user's call did (`perf_counter`).
         prefix: what is put before the records' names in the archive; by default the file's name.
@@ -149,52 +137,40 @@ def start_save(
         elif not arguments["_use_new_zipfile_serialization"]:
             found = "the legacy container is saved before the call returns"
         else:
-            taken = Snapshot(name, kind, budget, Reached(), steady, began)
             with quick_switches():
-                found = _prepare(taken, obj, prefix, arguments)
+                found = _prepare(name, obj, Snapshot(budget, began), prefix, arguments)
     if isinstance(found, str):
         _log.debug("%s: saved before the call returns: %s", name, found)
         work = partial(_save_now, obj, name, target, arguments, found, then, prefix, otherwise)
         return pending.run_at_once(str(name), target, work)
     found.then = then
     del obj
-    save = PendingSave(name, target, taken)
-    if taken.kind == "blocking":
-        return pending.run_at_once(name, target, found)
-    try:
+    if found.taken.kind == "copy":
+        save = PendingSave(name, target)
         with quick_switches():
-            started = pending.run_in_background(save, found, taken)
-        if not started:
-            return pending.run_at_once(name, target, found)
-        taken.end_call()
-    except BaseException:  # Ctrl-C
-        taken.abandon()
-        raise
-    return save
+            if pending.run_in_background(save, found):
+                found.taken.end_call()
+                return save
+        found.taken.kind = "blocking"
+    return pending.run_at_once(name, target, found)
 
 
 def _prepare(
-    taken: Snapshot, obj: object, prefix: str | None, arguments: Mapping[str, Any]
+    path: str, obj: object, taken: Snapshot, prefix: str | None, arguments: Mapping[str, Any]
 ) -> _AsyncWork | str:
     """Open the file and lay the object out; or return why torch has to write it."""
-    found = save_hooks.zip_writer(taken.path, prefix)
+    found = save_hooks.zip_writer(path, prefix)
     if isinstance(found, StockWay):
         return found.reason
     writer, archive, _ = found
     writer.snapshot = taken.report
     try:
         layout = _SnapshotArchive(archive, taken)
-        module = arguments["pickle_module"]
-        # Copies need no counters: with 20,000 tensors recording them takes a tenth of the call.
-        watched = taken.kind == "in_place"
-        with layout, noting(module, taken.reached) if watched else nullcontext(module) as module:
-            _pickle(obj, layout, {**arguments, "pickle_module": module})
-        taken.begin()
-        if not layout.whole:
-            taken.kind = "blocking"
+        with layout:
+            _pickle(obj, layout, arguments)
         return _AsyncWork(writer, layout.lay_out(), taken)
     except BaseException as error:
-        name_in(error, taken.path)
+        name_in(error, path)
         writer.abort()
         raise
 
@@ -224,23 +200,21 @@ def size_of(obj: object, path: str) -> int | None:
 
 
 class _SnapshotArchive(ZipArchive):
-    """Lays an archive of a snapshot out, and writes nothing.
-
-    Attributes:
-        whole: torch passed all storages in one call; those passed by themselves are not copied.
-    """
+    """Lays an archive of a snapshot out, and writes nothing."""
 
     def __init__(self, archive: str, taken: Snapshot) -> None:
         super().__init__(None, archive)
-        self.whole = True
         self._taken = taken
 
     def write_record(self, name: str, data: str | bytes | int | UntypedStorage, size: int) -> None:
-        self.whole &= isinstance(data, str | bytes)
+        if not isinstance(data, str | bytes):  # a storage by itself, which is not copied
+            self._taken.kind = "blocking"
         super().write_record(name, data, size)
 
     def _batch(self, storages: Sequence[UntypedStorage]) -> Batch:
-        return self._taken.batch(storages)
+        parts = [StoragePart(storage, 0, storage.nbytes()) for storage in storages]
+        copies = self._taken.take(parts)
+        return super()._batch(storages) if copies is None else batch_of(copies)
 
 
 @dataclass(slots=True)
@@ -253,18 +227,16 @@ class _AsyncWork:
     then: Callable[[], object] | None = None
 
     def __call__(self) -> SaveReport:
-        writer, taken = self.writer, self.taken
+        writer = self.writer
         try:
-            writer.write_whole(self.plan, taken.verify, repeats=taken.is_copied)
-        except BaseException as error:
+            writer.write_whole(self.plan)
+        except BaseException:
             writer.abort()
-            if isinstance(error, StorageChangedError):
-                raise TornSnapshotError(taken.path) from error
             raise
         finally:
-            taken.end()
+            self.taken.end()
         if writer.report is None:
-            raise FastserialError(f"{taken.path}: the save has ended without a report")
+            raise FastserialError(f"{writer.name}: the save has ended without a report")
         if self.then is not None:
             self.then()
         return writer.report

@@ -24,9 +24,6 @@ from typing import Any
 from fastserial.errors import FastserialError
 from fastserial.interrupts import Background
 from fastserial.memory.held_settings import Hold, quick_switches
-from fastserial.overlap import guard
-from fastserial.overlap.snapshot import Snapshot
-from fastserial.overlap.threads_at import at_rest
 from fastserial.reports import SaveReport
 
 _log = logging.getLogger("fastserial")
@@ -42,19 +39,17 @@ class PendingSave(Future[SaveReport]):
     `cancel` has no effect. Callbacks are called on the saving thread.
     """
 
-    def __init__(self, path: str, target: str, snapshot: Snapshot | None = None) -> None:
+    def __init__(self, path: str, target: str) -> None:
         """Register a save that has not started.
 
         Args:
             path: as the user gave it.
             target: the file it leads to.
-            snapshot: the storages that it saves, until their bytes are taken.
         """
         super().__init__()
         self.set_running_or_notify_cancel()
         self._path = path
         self._target = target
-        self._snapshot = snapshot
         self._thread = 0
 
     def __repr__(self) -> str:
@@ -79,7 +74,6 @@ class PendingSave(Future[SaveReport]):
 
         Raises:
             TimeoutError: it has not ended by then. It continues.
-            TornSnapshotError: what was saved in place was changed meanwhile.
             WriteError: the file could not be written.
         """
         error = self.exception(timeout)
@@ -113,28 +107,10 @@ class PendingSave(Future[SaveReport]):
 
     def _end(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end; its error still counts as one that no caller has seen."""
-        with at_rest():
-            try:
-                return super().exception(timeout)
-            except FutureTimeoutError:  # before Python 3.11 no builtin
-                text = f"{self._path}: not saved within {timeout} seconds"
-                raise TimeoutError(text) from None
-
-    def wait_snapshot(self, timeout: float | None = None) -> None:
-        """Return when the tensors may be changed: all bytes are written, or are copied now.
-
-        Optimizer steps wait by themselves. Call it before other changes in place.
-
-        Raises:
-            TimeoutError: bytes are left after so many seconds.
-        """
-        snapshot = self._snapshot
-        if snapshot is None:
-            return
-        if timeout is None:
-            snapshot.release()
-        elif not snapshot.wait(timeout):
-            raise TimeoutError(f"{self._path}: not all bytes taken within {timeout} seconds")
+        try:
+            return super().exception(timeout)
+        except FutureTimeoutError:  # before Python 3.11 no builtin
+            raise TimeoutError(f"{self._path}: not saved within {timeout} seconds") from None
 
 
 _pending: list[PendingSave] = []  # in the order of the calls
@@ -183,7 +159,6 @@ def _blocking_save(target: str) -> PendingSave | None:
 def run_in_background(
     save: PendingSave,
     work: Callable[[], SaveReport],
-    taken: Snapshot,
     first: Callable[[], object] = bool,
 ) -> bool:
     """Do the work of a save on a thread, after those before it; False if no thread can start.
@@ -191,7 +166,6 @@ def run_in_background(
     The interpreter waits for such threads when it exits, also after an uncaught exception.
 
     Args:
-        taken: what is saved; optimizers wait for it if it is read in place.
         first: called before the thread starts.
     """
     run = contextvars.copy_context().run
@@ -202,8 +176,6 @@ def run_in_background(
         saves = list(_pending)
         before = saves[: saves.index(save)]
         first()
-        if taken.kind == "in_place":
-            guard.protect(taken)
         name = f"fastserial: {save.path}"
         turns = quick_switches()
         turns.begin()  # what holds in the call holds in the thread, without a gap
@@ -222,8 +194,6 @@ def run_in_background(
     # When the interpreter exits, nobody waits for a new thread.
     if threading.main_thread().is_alive() and not _is_saving() and starter.start(start):
         starter.join()
-    if not started:
-        taken.kind = "blocking"
     return bool(started)
 
 
@@ -266,7 +236,6 @@ def _run(
         del work
         if turns is not None:
             turns.end()
-        save._snapshot = None
         if error is not None:
             _forget_frames(error)
             _failed.append(save)

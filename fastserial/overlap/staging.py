@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 import weakref
+from math import inf
 from typing import Any
 
 import torch
@@ -77,27 +78,19 @@ class Staging:
         """Bytes mapped, whether in use or not."""
         return self.in_use + sum(region.nbytes for region in self._free)
 
-    def room(self, wanted: int, budget: int | None) -> int:
-        """Return how many of the wanted bytes may be taken.
-
-        Args:
-            wanted: bytes.
-            budget: of all regions in use (bytes); None: this rank's part of half of what is
-                available on the node.
-        """
-        if budget is not None:
-            return min(wanted, max(0, budget - self.in_use))
-        available = available_bytes()
-        if available is None:
-            return wanted
-        return min(wanted, max(0, available // (_SHARE * _ranks_here())))
-
-    def take(self, nbytes: int) -> HostRegion:
+    def take(self, nbytes: int, budget: int | None) -> HostRegion | None:
         """Return a region of at least `nbytes` bytes, a kept one if there is one large enough.
 
-        Raises:
-            OSError: there is no room for it.
+        Args:
+            nbytes: how many.
+            budget: of all regions in use (bytes); None: this rank's part of half of what is
+                available on the node.
+
+        Returns:
+            The region; None if there is no room for it.
         """
+        if nbytes > self._room(budget):
+            return None
         with self._lock:
             most = nbytes * _LARGER + _LITTLE
             fitting = [region for region in self._free if nbytes <= region.nbytes <= most]
@@ -110,12 +103,22 @@ class Staging:
                 self._free.sort(key=_size)
                 while self._free and self.held + nbytes > kept:
                     self._free.pop()
-                region = HostRegion(nbytes)
+                try:
+                    region = HostRegion(nbytes)
+                except OSError:
+                    return None
             for ref in [ref for ref in list(self._used) if ref() is None]:
                 self._used.discard(ref)
             self._used.add(weakref.ref(region))
             self._most_in_use = max(self._most_in_use, self.in_use)
             return region
+
+    def _room(self, budget: int | None) -> float:
+        """Return how many bytes more may be taken."""
+        if budget is not None:
+            return budget - self.in_use
+        available = available_bytes()
+        return inf if available is None else available // (_SHARE * _ranks_here())
 
     def give(self, region: HostRegion) -> None:
         """Keep a region for the next save."""

@@ -18,21 +18,27 @@ from typing import Any, BinaryIO
 
 import torch
 
-from fastserial.config.performance import FEW_BYTES, FEW_LEGACY_BYTES, PICKLE_SHARE
+from fastserial.config.performance import FEW_BYTES, FEW_LEGACY_BYTES
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.sources import FileSource
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.directory import Directory, RecordEntry
-from fastserial.formats.zip.records import PICKLE, all_checksums, read_places, storage_records
-from fastserial.formats.zip.structs import MOST_INFLATED
+from fastserial.formats.zip_format import (
+    MOST_INFLATED,
+    RecordEntry,
+    all_checksums,
+    read_places,
+    storage_records,
+)
 from fastserial.interrupts import raised_by_handler
-from fastserial.loading.legacy_storages import read_storages
-from fastserial.loading.policy import is_small
-from fastserial.loading.prefetch import Prefetch
-from fastserial.loading.session import LoadSession, current_session
+from fastserial.loading.prefetch import FastZipReader, Prefetch
+from fastserial.loading.session import (
+    LoadSession,
+    current_session,
+    device_of,
+    is_small,
+    read_storages,
+)
 from fastserial.loading.unpickler import unpickler_module
-from fastserial.loading.zip_reader import FastZipReader
-from fastserial.memory.devices import device_names
 from fastserial.reasons import ASKED, QUICKER, Reason
 
 __all__ = ["load_legacy_storages", "open_source", "unpickler_module", "zip_reader"]
@@ -125,57 +131,29 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
     if not records or is_small(source, config):
         load.fallback = Reason("a small file" if records else "no storages", QUICKER)
     else:
-        devices = _devices_of(load, source, stock, directory, map_location)
-        _read_ahead(load, source, records, devices)
+        device = None if config.transfer == "cpu" else device_of(map_location, stock)
+        _read_ahead(load, source, records, device)
     load.archive = FastZipReader(stock, source.name, limit, directory, load.prefetch, verify)
     load.phases["directory"] = perf_counter() - began
     return load.archive
-
-
-def _devices_of(
-    load: LoadSession, source: FileSource, stock: Any, directory: Directory, map_location: Any
-) -> dict[str, torch.device] | None:
-    """Return the devices that storages are read to, None if they are read to the host."""
-    if load.config.transfer == "cpu":
-        return None
-    if not _names_device(map_location, stock, directory, source.size):
-        return None
-    from fastserial.loading.device_records import places_of  # not without a device
-
-    return places_of(map_location, stock, source.fd, directory)
-
-
-def _names_device(map_location: Any, stock: Any, directory: Directory, nbytes: int) -> bool:
-    """Return whether storages of a file may have to be read to a device.
-
-    Torch is not asked for its devices: that would initialize CUDA, and forked children could not
-    use it any more.
-    """
-    if isinstance(map_location, str | torch.device):
-        return str(map_location) != "cpu"
-    pickle = directory.find(PICKLE)
-    if pickle is None or pickle.size * PICKLE_SHARE > nbytes:  # it would be read a second time
-        return False
-    if map_location is None:
-        text = stock.get_record(PICKLE)
-        return any(name in text for name in device_names())
-    return type(map_location) is dict
 
 
 def _read_ahead(
     load: LoadSession,
     source: FileSource,
     records: Sequence[RecordEntry],
-    devices: dict[str, torch.device] | None,
+    device: torch.device | None,
 ) -> None:
     """Plan to read the records; where that is impossible, torch's reader reads all of them."""
     if sys.is_finalizing():  # torch aborts if our memory is freed while the program ends
         load.fallback = "the interpreter is shutting down"
         return
     try:
-        reader = load.open_reader(source, source.size if devices is None else 0)
-        load.prefetch = Prefetch(reader, records, load.config.verify_on_load, devices)
+        reader = load.open_reader(source, source.size if device is None else 0)
+        load.prefetch = Prefetch(reader, records, load.config.verify_on_load, device)
     except Exception as error:  # no such engine, no memory: what torch reads is verified, too
+        if raised_by_handler(error):
+            raise
         load.fallback = str(error)
 
 
@@ -216,6 +194,8 @@ def load_legacy_storages(
         try:
             end = read_storages(load.open_reader(source), storages, keys, offset)
         except Exception as error:  # torch reads it again, and reports what is wrong
+            if raised_by_handler(error):
+                raise
             load.fallback = str(error)
         else:
             source.file.seek(end)

@@ -1,4 +1,4 @@
-"""The commands of `fastserial patches`: show, build, check, and make a patch for a new torch.
+"""The commands of `fastserial patches`: show, check, and make a patch for a new torch.
 
 Works on an installed torch, a wheel file or a folder that holds torch; torch is never imported.
 """
@@ -74,23 +74,6 @@ def diff(source: TorchSource) -> str:
     built, _ = build(source.text, patch)
     before, after = split_lines(source.text), split_lines(built)
     return "".join(difflib.unified_diff(before, after, f"a/{_FILE}", f"b/{_FILE}"))
-
-
-def write_copies(folder: Path, source: TorchSource) -> list[Path]:
-    """Write a full patched copy of torch's file and its diff, and return what was written.
-
-    Raises:
-        PatchError: no patch fits.
-    """
-    patch, problems = choose(source.text, source.version)
-    for problem in filter(None, problems.values()):
-        raise PatchError(f"{source.where}: {problem}")
-    copy = folder / Path(_FILE).with_suffix(f".fastserial-{patch.name}.py")
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    copy.write_text(build(source.text, patch)[0], encoding="utf-8")
-    difference = copy.with_suffix(".diff")
-    difference.write_text(diff(source), encoding="utf-8")
-    return [copy, difference]
 
 
 def new(source: TorchSource, folder: Path | None = None) -> Path:

@@ -18,10 +18,10 @@ from types import ModuleType
 from typing import Any
 
 from fastserial.config import current
-from fastserial.files.targets import StockWay
-from fastserial.formats.legacy.layout import storage_extents
+from fastserial.files.destination import StockWay
+from fastserial.formats.extents import storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
-from fastserial.formats.storages import ITEM_BYTES
+from fastserial.formats.tensors import ITEM_BYTES
 from fastserial.import_hook import when_imported
 from fastserial.memory.storages import HostMemory, batch_of
 from fastserial.patching import save_hooks

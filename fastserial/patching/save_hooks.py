@@ -19,17 +19,15 @@ import torch
 import fastserial.engines.threads  # noqa: F401
 from fastserial.config import current
 from fastserial.errors import WriteError
-from fastserial.files.destination import open_destination
-from fastserial.files.targets import StockWay
-from fastserial.formats.zip.layout import MAX_ALIGNMENT, archive_name
-from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
+from fastserial.files.destination import StockWay, open_destination
+from fastserial.formats.zip_format import DESCRIPTOR_SIGNATURE
+from fastserial.formats.zip_layout import MAX_ALIGNMENT, archive_name
 from fastserial.memory.storages import device_types
 from fastserial.patching import load_hooks
 from fastserial.patching.self_check import self_check
 from fastserial.reasons import ASKED, Reason
 from fastserial.reports import SAVES
-from fastserial.saving import torch_writer
-from fastserial.saving.archive import ZipArchive
+from fastserial.saving.archive import ZipArchive, storage_alignment
 from fastserial.saving.writer import FastFileWriter
 
 if TYPE_CHECKING:
@@ -101,7 +99,7 @@ def zip_writer(
     Raises:
         WriteError: the target cannot be written.
     """
-    alignment = torch_writer.alignment()
+    alignment = storage_alignment()
     if not 0 < alignment <= MAX_ALIGNMENT:
         what = "the storage_alignment does not fit the format"
         return StockWay(Reason(what, "set a smaller storage_alignment"))

@@ -8,12 +8,12 @@ import torch
 
 from fastserial.checksums import crc32
 from fastserial.formats.extents import Literal
-from fastserial.formats.zip.layout import ZipLayout
+from fastserial.formats.zip_layout import ZipLayout
 from fastserial.memory.storages import HostMemory
-from fastserial.saving.torch_writer import (
+from fastserial.saving.archive import (
     DEFAULT_ALIGNMENT,
     PieceSink,
-    finish,
+    finish_layout,
     has_alignment,
     new_writer,
 )
@@ -46,7 +46,7 @@ def _same_layout(align: int) -> bool:
             writer.write_record(name, data, len(data))
             layout.add_bytes(name, data, crc32(data))
     writer.write_end_of_file()
-    for extent in finish(layout).extents:
+    for extent in finish_layout(layout).extents:
         ours.seek(extent.offset)
         if isinstance(extent.source, Literal):
             ours.write(extent.source.data)

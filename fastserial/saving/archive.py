@@ -1,18 +1,26 @@
 """ZipArchive replaces torch's PyTorchFileWriter and writes through a FastFileWriter.
 
 torch's `_save` calls `write_record` for the pickle and the small records; then the patch passes all
-storages in one call.
+storages in one call. torch's own writer is called for what only it can decide: the hash of the
+record names, in each save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import contextlib
+import hashlib
+import os
+import stat
+import sys
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
-from fastserial import trace
+import torch
+
 from fastserial.checksums import crc32
+from fastserial.config.performance import SMALL_FILE
 from fastserial.errors import name_in
-from fastserial.formats.zip.layout import ZipLayout, ZipPlan
+from fastserial.formats.zip_layout import ZipLayout, ZipPlan
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import (
     Batch,
@@ -23,11 +31,8 @@ from fastserial.memory.storages import (
     storage_memory,
     synchronize,
 )
-from fastserial.saving import torch_writer
 
 if TYPE_CHECKING:
-    import torch
-
     from fastserial.saving.writer import FastFileWriter
 
 
@@ -59,16 +64,15 @@ class ZipArchive:
         self._writer = writer
         self._owns_writer = owns_writer
         if alignment is None:
-            alignment = torch_writer.alignment()
-        self._layout = ZipLayout(archive, alignment, torch_writer.checksums_wanted())
+            alignment = storage_alignment()
+        self._layout = ZipLayout(archive, alignment, checksums_wanted())
         self._archive = archive
-        self._pause = paused_collection()  # while torch pickles
+        self._pause = paused_collection()
 
     def archive_name(self) -> str:
         """Return the name put before the records' names."""
         return self._archive
 
-    @trace.traced("layout")
     def write_record(
         self, name: str, data: str | bytes | int | torch.UntypedStorage, size: int
     ) -> None:
@@ -83,14 +87,14 @@ class ZipArchive:
         else:
             self._add_memory(name, storage_memory(data))
 
-    @trace.traced("layout")
     def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
         """Add all storages at once, as records called `names`."""
-        self._pause.end()  # copies and waits may take long
+        if sum(map(torch.UntypedStorage.nbytes, storages)) > SMALL_FILE:
+            self._pause.end()  # copies and waits may take long
         synchronize(storages)
         batch = self._batch(storages)
-        with paused_collection():
-            self._layout.add_storages(names, batch)
+        self._pause.begin()
+        self._layout.add_storages(names, batch)
 
     def _batch(self, storages: Sequence[torch.UntypedStorage]) -> Batch:
         """Return the memory that the storages' bytes are read from."""
@@ -103,9 +107,8 @@ class ZipArchive:
     def lay_out(self) -> ZipPlan:
         """Complete the layout, at the first call, and return it."""
         if self._plan is None:
-            self._pause.end()
-            with paused_collection():
-                self._plan = torch_writer.finish(self._layout)
+            self._pause.begin()
+            self._plan = finish_layout(self._layout)
         return self._plan
 
     def write_end_of_file(self) -> None:
@@ -116,6 +119,8 @@ class ZipArchive:
         """
         first = self._plan is None
         plan = self.lay_out()
+        if plan.nbytes > SMALL_FILE:
+            self._pause.end()  # else a collection would take longer than what is left
         if first and self._writer is not None:
             write = self._writer.write_whole if self._owns_writer else self._writer.write_plan
             write(plan)
@@ -140,3 +145,103 @@ class ZipArchive:
             raise
         finally:
             self._pause.end()
+
+
+# -- torch's own writer --------------------------------------------------------------------------
+
+_VERSION = b"3\n"
+_DIGITS = 20
+DEFAULT_ALIGNMENT = 64
+
+
+def has_alignment() -> bool:
+    """Return whether this torch can align storages (since 2.7)."""
+    return hasattr(torch.serialization, "_get_storage_alignment")
+
+
+def storage_alignment() -> int:
+    """Return the storage alignment torch would use now, in bytes."""
+    return (
+        int(torch.serialization._get_storage_alignment()) if has_alignment() else DEFAULT_ALIGNMENT
+    )
+
+
+def checksums_wanted() -> bool:
+    """Return whether torch would compute CRC-32s now (`set_crc32_options`)."""
+    return bool(torch.serialization.get_crc32_options())
+
+
+def new_writer(sink: Any, align: int) -> Any:
+    """Return torch's own writer of archives, which gives its bytes to `sink`."""
+    more = (align,) if has_alignment() else ()
+    return torch._C.PyTorchFileWriter(sink, True, *more)
+
+
+def finish_layout(layout: ZipLayout) -> ZipPlan:
+    """Add what torch's writer adds at the end of an archive, and return the plan."""
+    digits = _names_hash(layout.names)
+    layout.add_bytes("version", _VERSION, crc32(_VERSION))
+    if "byteorder" not in layout.names:
+        order = sys.byteorder.encode()
+        layout.add_bytes("byteorder", order, crc32(order))
+    return layout.finish(digits, crc32)
+
+
+# The same state is saved again and again. By a digest of the names, which may take 60 MB.
+_hashes: dict[bytes, str] = {}
+_MOST_HASHES = 64
+
+
+def _names_hash(names: Collection[str]) -> str:
+    """Return the 20 digits of the serialization id that torch derives from the record names.
+
+    torch's writer runs over empty records into the null device: their order in its hash set, and
+    with it the digits, depends on the names alone.
+    """
+    text = "\0".join((str(len(names)), *names)).encode("utf-8", "surrogatepass")
+    key = hashlib.blake2b(text).digest()
+    if (known := _hashes.get(key)) is not None:
+        return known
+    writer = _discarding_writer()
+    record = writer.write_record_metadata
+    for name in names:
+        record(name, 0)
+    writer.write_end_of_file()
+    found = str(writer.serialization_id())[:_DIGITS]
+    if len(_hashes) >= _MOST_HASHES:
+        _hashes.clear()
+    _hashes[key] = found
+    return found
+
+
+def _discarding_writer() -> Any:
+    with contextlib.suppress(OSError, RuntimeError):  # no such device, or no descriptor free
+        # torch would create a missing one as an ordinary file, which other programs would then fill
+        if stat.S_ISCHR(os.stat(os.devnull).st_mode):
+            return new_writer(os.devnull, DEFAULT_ALIGNMENT)
+    return new_writer(PieceSink(), DEFAULT_ALIGNMENT)
+
+
+class PieceSink:
+    """Collects what torch's writer emits, joined; what it skips is a gap."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.pieces: list[tuple[int, bytearray]] = []
+
+    def write(self, data: Any) -> int:
+        text = bytes(data)
+        last = self.pieces[-1] if self.pieces else None
+        if last is not None and last[0] + len(last[1]) == self.position:
+            last[1].extend(text)
+        else:
+            self.pieces.append((self.position, bytearray(text)))
+        self.position += len(text)
+        return len(text)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.position = offset + (self.position if whence == 1 else 0)
+        return self.position
+
+    def flush(self) -> None:
+        pass

@@ -12,36 +12,55 @@ page is written both directly and through it.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
-from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
-from fastserial.config.performance import PAGE
-from fastserial.engines import Completion, Engine, Op, Request, create, start
+from fastserial.config.performance import FILL_CHUNK, PAGE
+from fastserial.engines import (
+    Capabilities,
+    Completion,
+    Engine,
+    EngineFactory,
+    Op,
+    Request,
+    capabilities_of,
+    create,
+    load,
+    start,
+)
 from fastserial.errors import EngineError
-from fastserial.files.caching import Trial, begin_writeback
+from fastserial.files.linux import (
+    DirectFile,
+    Trial,
+    begin_writeback,
+    compresses,
+    fits,
+    is_fast,
+    open_direct,
+)
 from fastserial.formats.extents import Data, Extent
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory.buffers import BufferPool, on_host, open_ring
 from fastserial.memory.held_settings import paused_collection, quick_switches
 from fastserial.memory.storages import StorageMemory
+from fastserial.reasons import QUICKER, SEE_DOCTOR, Reason
 from fastserial.reports import HOST_ONLY, Transfer
 from fastserial.saving.fill import (
     BlockContent,
     device_copies,
     device_memory,
+    fill,
     fill_request,
     write_all,
-    write_buffered,
 )
-from fastserial.saving.route import Route, choose_route
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +72,109 @@ if TYPE_CHECKING:
 _log = logging.getLogger("fastserial")
 _SWITCHED_OFF = "direct I/O is switched off"
 _SCARCE = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+_COMPRESSED = Reason("the file system compresses this file, but not direct writes", QUICKER)
+_REFUSED = Reason("direct I/O refused at the first write: Invalid argument", SEE_DOCTOR)
+_RouteKind = Literal["direct", "cached", "trial"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How the blocks of one file get to its device. Sizes are bytes.
+
+    Attributes:
+        kind: `direct`: past the page cache, but for what is not aligned; `cached`: through it;
+            `trial`: through it, until it is known whether direct I/O is faster.
+        engine: makes the engine; None: there is no memory for one.
+        block_size: of a block at most.
+        queue_depth: blocks in flight at once.
+        threads: that the engine may start.
+        direct_fd: the file, open for direct I/O; -1: it is not.
+        alignment: of what direct I/O writes.
+        writeback: the device starts to write each block as soon as it is in the page cache.
+        fallback: why this is not the fastest route, or None.
+    """
+
+    kind: _RouteKind
+    engine: EngineFactory | None
+    block_size: int
+    queue_depth: int
+    threads: int
+    direct_fd: int = -1
+    alignment: int = PAGE
+    writeback: bool = False
+    fallback: Reason | None = None
+
+    def after_trial(self, fast: bool) -> Route:
+        """Return the route once the device was measured."""
+        return replace(self, kind="direct" if fast else "cached")
+
+    def past_the_host(self) -> Route:
+        """Return the route for device memory that does not pass through the host."""
+        return replace(self, kind="direct")
+
+    def refused(self) -> Route:
+        """Return the route of a file that refused a direct write."""
+        return replace(self, kind="cached", writeback=False, fallback=_REFUSED)
+
+    def without_engine(self, why: object) -> Route:
+        """Return the route that needs no memory: block by block, by the calling thread."""
+        fallback = Reason(f"through the page cache, block by block: {why}", SEE_DOCTOR)
+        return replace(self, kind="cached", engine=None, block_size=FILL_CHUNK, fallback=fallback)
+
+
+def choose_route(fd: int, files: Descriptors, config: Config, expected: int | None) -> Route:
+    """Return the route of a file's first block.
+
+    Args:
+        fd: of the file.
+        files: owns the descriptor for direct I/O.
+        config: the options.
+        expected: bytes to be written, if known: a short file gets fewer buffers and threads.
+
+    Raises:
+        EngineUnavailableError: the engine cannot run here.
+    """
+    depth, threads = config.queue_depth, config.threads
+    if expected is not None:
+        blocks = max(1, -(-expected // config.block_size))
+        depth, threads = min(blocks, depth), min(blocks, threads)
+    engine = load(config.engine) if isinstance(config.engine, str) else config.engine
+    found = DirectFile(-1)
+    kind: _RouteKind = "cached"
+    if config.never_direct:
+        pass
+    elif config.direct is not True and compresses(fd):
+        found = DirectFile(-1, refusal=_COMPRESSED)
+    else:
+        synced = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_SYNC  # or O_DSYNC, part of it
+        found = open_direct(fd, os.O_WRONLY | synced, config.block_size, files)
+        if found.refusal is None:
+            kind = _fastest(fd, config, capabilities_of(engine), expected or 0)
+    return Route(
+        kind=kind,
+        engine=engine,
+        block_size=config.block_size,
+        queue_depth=depth,
+        threads=threads,
+        direct_fd=found.fd,
+        alignment=found.alignment,
+        writeback=found.fd >= 0 and config.durable,
+        fallback=found.refusal,
+    )
+
+
+def _fastest(fd: int, config: Config, capabilities: Capabilities, nbytes: int) -> _RouteKind:
+    """Return the fastest kind for a file that takes direct I/O; of equals, the cached one."""
+    if not capabilities.any_memory:
+        return "direct"  # such an engine is slow with the page cache
+    if config.direct is True or config.cache == "drop":
+        return "direct"
+    if config.cache == "keep":
+        return "cached"
+    fast = is_fast(fd)
+    if fast or not fits(nbytes):
+        return "direct"
+    return "trial" if fast is None else "cached"
 
 
 @dataclass(slots=True)
@@ -64,8 +186,6 @@ class Outcome:
         direct: whether direct I/O was used last.
         fallback: why the fastest route was not taken, or None.
         transfer: the transfer type taken, and why.
-        submit_seconds: latencies from queueing a block until its transfer starts.
-        complete_seconds: latencies of the transfers themselves.
         engine_bytes: written by the engine.
         plain_bytes: written without it (the rest of the last page, small files).
     """
@@ -74,8 +194,6 @@ class Outcome:
     direct: bool = False
     fallback: str | None = None
     transfer: Transfer = HOST_ONLY
-    submit_seconds: list[float] = field(default_factory=list)
-    complete_seconds: list[float] = field(default_factory=list)
     engine_bytes: int = 0
     plain_bytes: int = 0
 
@@ -94,7 +212,7 @@ class ExtentWriter:
         self,
         fd: int,
         config: Config,
-        on_progress: Callable[[int], None] | None = None,
+        on_progress: Callable[[int], object] = bool,
         owner: object = None,
     ) -> None:
         """Start without an engine.
@@ -118,6 +236,7 @@ class ExtentWriter:
         self._trial: Trial | None = None  # ... of the device, while it lasts
         self._devices = DeviceBlocks(config)
         self._turns = quick_switches()  # other threads release the interpreter's lock sooner
+        self._plain_buffer = bytearray()  # of blocks that need no engine
         self._block: list[Extent] = []  # of the block that is not full yet
         self._block_end = 0  # where that ends in the file so far
         self._ledger: CrcLedger | None = None  # of the block
@@ -137,8 +256,10 @@ class ExtentWriter:
             ledger: of the layout's checksums.
             base: offset in the file of the layout's first byte (bytes).
         """
-        with paused_collection():
-            given = [Extent(base + e.offset, e.length, e.source, e.start) for e in extents]
+        given = list(extents)
+        if base:
+            with paused_collection():
+                given = [Extent(base + e.offset, e.length, e.source, e.start) for e in given]
         devices = {
             extent.source.memory.device
             for extent in given
@@ -146,20 +267,21 @@ class ExtentWriter:
         }
         nbytes = sum([extent.length for extent in given])
         self._nbytes += nbytes
+        if ledger is not self._ledger:
+            self.flush()
+            self._ledger = ledger
         if self._nbytes <= self._config.small_file and self._config.direct is not True:
             if devices:
                 self._devices.copy_at_once("a small file")
-            self._write_without_engine(given, ledger, nbytes)
+            for extent in given:
+                self._put(extent, FILL_CHUNK)
+            self._dispatch()
             return
         if devices:
             self._devices.join(devices, self._queue is not None)
         route = self._route or self._begin()  # before the first block is cut
-        if ledger is not self._ledger:
-            self.flush()
-            self._ledger = ledger
-        with trace.step("cut into blocks"):
-            for extent in given:
-                self._put(extent, route.block_size)
+        for extent in given:
+            self._put(extent, route.block_size)
 
     def start(self) -> None:
         """Submit all full blocks now, instead of when no buffer is free."""
@@ -184,6 +306,8 @@ class ExtentWriter:
     def _free(self) -> None:
         self.outcome.transfer = self._devices.transfer
         self._turns.end()
+        if self._ledger is not None:
+            self._ledger.end()
         if self._queue is not None:
             self._queue.pool.close()
             self._queue = None
@@ -218,13 +342,13 @@ class ExtentWriter:
         extents, self._block = self._block, []
         if not extents:
             return
-        route = self._next_route()
-        queue, ledger = self._queue, self._ledger
         offset = extents[0].offset
-        length = sum(extent.length for extent in extents)
-        if queue is None:
-            self._write_without_engine(extents, ledger, length)
+        length = sum([extent.length for extent in extents])
+        ledger = self._ledger
+        if self._queue is None:
+            self._write_without_engine(extents, offset, length)
             return
+        route, queue = self._next_route(self._queue), self._queue
         if self._trial is not None:
             self._trial.take(offset, length)
         aligned = length - length % route.alignment
@@ -247,7 +371,6 @@ class ExtentWriter:
 
     # -- the route -----------------------------------------------------------------------------
 
-    @trace.traced("start engine")
     def _begin(self) -> Route:
         """Choose the route and start its engine, if there is memory for that."""
         self._turns.begin()
@@ -265,13 +388,12 @@ class ExtentWriter:
         self._trial = Trial(self._fd) if route.kind == "trial" else None
         return self._take(route)
 
-    def _next_route(self) -> Route:
+    def _next_route(self, queue: RequestQueue) -> Route:
         """Return the route of the next block, once there is a buffer for it.
 
         It changes when a trial has ended.
         """
-        queue = self._queue
-        while queue is not None and not queue.pool.free:
+        while not queue.pool.free:
             self._reap(queue)
         route = self._current_route  # direct I/O may have been refused in between
         if route.kind == "trial" and self._trial is not None and self._trial.is_enough:
@@ -304,8 +426,6 @@ class ExtentWriter:
         """Wait for at least one request and take back its buffer."""
         for completion in queue.reap():
             request = completion.request
-            if trace.listener is not None:
-                trace.block(request.times)
             self._check(completion)
             block: BlockContent = request.tag
             if request.length < block.length:
@@ -315,13 +435,11 @@ class ExtentWriter:
             if route.writeback and route.kind == "cached":
                 begin_writeback(self._fd, request.offset, request.length)
             queue.pool.give(request.buffer)
-            queued, started, done = request.times
-            self.outcome.submit_seconds.append(started - queued)
-            self.outcome.complete_seconds.append(done - started)
-            self._advance(block.length)
+            self._on_progress(block.length)
 
     def _check(self, completion: Completion) -> None:
         request, error = completion.request, completion.error
+        completion.error = None  # its traceback will refer to the completion
         if error is None:
             if completion.transferred == request.length:
                 self.outcome.engine_bytes += request.length
@@ -332,27 +450,27 @@ class ExtentWriter:
         route = self._current_route
         refused = isinstance(error, OSError) and error.errno == errno.EINVAL
         if not refused or request.fd != route.direct_fd:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # ... and to this frame
         # The block is filled; the file system takes it only through the page cache.
         route = self._take(route.refused())
         _log.debug("%s; going on through the page cache", route.fallback)
         self._write_cached(request.view, request.offset)
 
-    @trace.traced("write tail (page cache)")
     def _write_cached(self, view: memoryview, offset: int) -> None:
         self.outcome.plain_bytes += len(view)
         write_all(self._fd, view, offset)
 
-    def _write_without_engine(
-        self, extents: Sequence[Extent], ledger: CrcLedger | None, nbytes: int
-    ) -> None:
-        write_buffered(self._fd, extents, ledger, nbytes)
-        self.outcome.plain_bytes += nbytes
-        self._advance(nbytes)
-
-    def _advance(self, nbytes: int) -> None:
-        if self._on_progress is not None:
-            self._on_progress(nbytes)
+    def _write_without_engine(self, extents: list[Extent], offset: int, length: int) -> None:
+        buffer = self._plain_buffer
+        if len(buffer) < length:
+            buffer = self._plain_buffer = bytearray(length)
+        view = memoryview(buffer)[:length]
+        fill(extents, self._ledger, view, ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
+        self._write_cached(view, offset)
+        self._on_progress(length)
 
 
 class RequestQueue:
@@ -402,18 +520,15 @@ class RequestQueue:
         if self._batch:
             batch, self._batch = self._batch, []
             self._in_flight += len(batch)
-            with trace.step("submit"):
-                self.engine.submit(batch)
+            self.engine.submit(batch)
 
     def reap(self) -> list[Completion]:
         """Return requests that ended, at least one."""
         self.submit()
-        with trace.step("wait for blocks"):
-            finished = self.engine.wait(1)
+        finished = self.engine.wait(1)
         self._in_flight -= len(finished)
         return finished
 
-    @trace.traced("stop engine")
     def stop(self) -> None:
         """Drop requests that have not started, and wait for the others. Idempotent."""
         self.engine.close()

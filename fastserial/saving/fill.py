@@ -5,7 +5,6 @@ Small storages are packed: a few calls for hundreds of them, instead of a few fo
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import struct
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
-from fastserial import trace
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config.performance import FILL_CHUNK
 from fastserial.engines import Request
@@ -28,8 +26,8 @@ from fastserial.formats.extents import (
     Packed,
     Trailer,
 )
-from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
-from fastserial.memory.storages import HostMemory, StorageMemory
+from fastserial.formats.zip_format import DESCRIPTOR_SIGNATURE
+from fastserial.memory.storages import StorageMemory
 
 if TYPE_CHECKING:
     from fastserial.memory.buffers import Ring
@@ -58,14 +56,12 @@ class BlockContent:
     ring: Ring | None = None
 
 
-@trace.traced("fill (rest)")
 def fill_request(request: Request) -> None:
     """Fill a block's buffer. If that fails, no thread is left waiting for its checksums."""
     block: BlockContent = request.tag
     try:
         if block.ring is not None:
-            with trace.step("copy from the device (D2H)"):
-                block.ring.arrive(request.buffer)
+            block.ring.arrive(request.buffer)
         buffer, copied = request.buffer, block.ring is not None
         fill(block.extents, block.ledger, buffer.view, buffer.address, copied)
     except BaseException as error:
@@ -136,19 +132,17 @@ def _late_bytes(extent: Extent, ledger: CrcLedger | None) -> bytes | bytearray:
     """Return the bytes of an extent that may need checksums."""
     _, length, source, start = extent
     if isinstance(source, Made):
-        with trace.step("make"):
-            return source.piece(start, length)
+        return source.piece(start, length)
     if ledger is None:
         raise LayoutError("a source that needs checksums came without a ledger")
     text: bytes | bytearray
-    with trace.step("wait for checksums"):
-        if isinstance(source, DescriptorPatch):
-            text = bytearray(source.data)
-            _CRC.pack_into(text, source.at, ledger.wait(source.record))
-        elif isinstance(source, Trailer):
-            text = source.data(ledger.wait_all())
-        else:
-            raise LayoutError(f"no bytes can be written of {source!r}")
+    if isinstance(source, DescriptorPatch):
+        text = bytearray(source.data)
+        _CRC.pack_into(text, source.at, ledger.wait(source.record))
+    elif isinstance(source, Trailer):
+        text = source.data(ledger.wait_all())
+    else:
+        raise LayoutError(f"no bytes can be written of {source!r}")
     return text[start : start + length]
 
 
@@ -164,22 +158,17 @@ def _fill_data(
     _, length, _, start = extent
     record = source.record if ledger is not None else None
     memory = source.memory
-    copy_to, checksum = memory.copy_to, crc32
+    copy_to = memory.copy_to
     if copied and isinstance(memory, StorageMemory):
         memory.check()
         copy_to = _do_not_copy
-    elif trace.listener is not None:
-        on_host = isinstance(memory, HostMemory)
-        copy_to = trace.traced("copy" if on_host else "copy from the device (D2H)")(copy_to)
-    if trace.listener is not None:
-        checksum = trace.traced("CRC-32")(checksum)
     crc = 0
     step = max(1, length) if record is None else FILL_CHUNK
     for done in range(0, length, step):
         size = min(step, length - done)
         copy_to(address + done, start + done, size)
         if record is not None:
-            crc = checksum(view[done : done + size], crc)
+            crc = crc32(view[done : done + size], crc)
     if ledger is not None and record is not None:
         ledger.add(record, start, length, crc)
 
@@ -188,7 +177,6 @@ def _do_not_copy(address: int, start: int, length: int) -> None:
     """Stand in for a copy that was made already."""
 
 
-@trace.traced("pack small storages")
 def _packed(source: Packed, ledger: CrcLedger | None) -> bytes:
     """Return the bytes of a pack, copied twice, but by few calls; enter their CRC-32s."""
     wanted = ledger is not None and source.first is not None
@@ -218,58 +206,6 @@ def _packed_piece(source: Packed, ledger: CrcLedger | None, start: int, length: 
         if source.used == source.length:
             source.made = None
     return piece
-
-
-@trace.traced("write (page cache)")
-def write_buffered(
-    fd: int, extents: Iterable[Extent], ledger: CrcLedger | None, nbytes: int
-) -> None:
-    """Write extents to a file, in the order given, about `FILL_CHUNK` bytes with each call.
-
-    Args:
-        fd: of the file.
-        extents: at offsets in the file; those that need checksums follow those that give them.
-        ledger: collects and gives the CRC-32s.
-        nbytes: of all of them.
-
-    Raises:
-        OSError: the disk is full or failed.
-        StorageChangedError: a storage was resized during the save.
-    """
-    buffer = bytearray(min(nbytes, FILL_CHUNK))
-    for group in _groups(extents):
-        length = sum([extent.length for extent in group])
-        if length > len(buffer):
-            buffer = bytearray(length)
-        if length:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-            view = memoryview(buffer)[:length]
-            fill(group, ledger, view, address)
-            write_all(fd, view, group[0].offset)
-
-
-def _groups(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
-    """Yield pieces of extents that follow each other, about `FILL_CHUNK` bytes at a time."""
-    group: list[Extent] = []
-    end = nbytes = 0  # where the group ends in the file, and its bytes
-    for piece in chain.from_iterable(map(_chunks, extents)):
-        if group and (piece.offset != end or nbytes + piece.length > FILL_CHUNK):
-            yield group
-            group, nbytes = [], 0
-        group.append(piece)
-        nbytes += piece.length
-        end = piece.offset + piece.length
-    yield group
-
-
-def _chunks(extent: Extent) -> Iterator[Extent]:
-    """Cut an extent up, so that little memory is taken at a time."""
-    offset, length, source, start = extent
-    if length <= FILL_CHUNK or not isinstance(source, Data | Literal):
-        yield extent
-        return
-    for done in range(0, length, FILL_CHUNK):
-        yield Extent(offset + done, min(FILL_CHUNK, length - done), source, start + done)
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:

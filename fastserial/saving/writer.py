@@ -6,17 +6,15 @@ The protocol is that of DeepSpeed's FastPersist (arXiv 2406.13768): a writable f
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config, current
 from fastserial.config.performance import GATHERED, GiB
@@ -31,13 +29,12 @@ from fastserial.files.destination import (
     wait_until_free,
 )
 from fastserial.files.linux import reserve
-from fastserial.formats.extents import Extent, Literal, renewed
-from fastserial.formats.legacy.layout import element_counts, storage_extents
-from fastserial.formats.zip.layout import ZipPlan
+from fastserial.formats.extents import Extent, Literal, element_counts, renewed, storage_extents
+from fastserial.formats.zip_layout import ZipPlan
 from fastserial.interrupts import finish
 from fastserial.memory.storages import storage_batch, synchronize
 from fastserial.progress import ProgressBar
-from fastserial.reports import Latency, SaveReport, SnapshotReport, publish_save
+from fastserial.reports import SaveReport, SnapshotReport, publish_save
 from fastserial.saving.extent_writer import ExtentWriter
 
 if TYPE_CHECKING:
@@ -108,13 +105,8 @@ class FastFileWriter:
     def _begin(self, destination: Destination) -> None:
         """Begin to write a destination, which is empty."""
         self._destination = destination
-        self._bar = ProgressBar(self.name) if self._config.progress else None
-        self._out = ExtentWriter(
-            destination.fd,
-            self._config,
-            None if self._bar is None else self._bar.update,
-            owner=destination,
-        )
+        self._bar = ProgressBar(self.name if self._config.progress else None)
+        self._out = ExtentWriter(destination.fd, self._config, self._bar.update, owner=destination)
         self._expected: int | None = None  # bytes of the whole file, once they are known
         self._written = 0  # bytes passed on
         self._gathered = bytearray()
@@ -221,7 +213,6 @@ class FastFileWriter:
         if not self._discarded:
             self._check_open()
 
-    @trace.traced("layout")
     def save_torch_storage_object_list(
         self,
         storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
@@ -257,16 +248,11 @@ class FastFileWriter:
         ledger = CrcLedger(plan.sizes, plan.crcs) if None in plan.crcs else None
         self.write_layout(plan.extents, plan.nbytes, ledger)
 
-    def write_whole(
-        self, plan: ZipPlan, check: Callable[[], object] = bool, repeats: bool = True
-    ) -> None:
-        """Write an archive as the whole file, and close; `check` comes before the commit.
+    def write_whole(self, plan: ZipPlan) -> None:
+        """Write an archive as the whole file, and close.
 
         While a network file system fails, the archive is written again to a new file, for at most
         `retry_seconds`.
-
-        Args:
-            repeats: False: its memory may change once it was read, so it is written once.
 
         Raises:
             WriteError: the disk is full or failed.
@@ -275,13 +261,11 @@ class FastFileWriter:
             try:
                 self.write_plan(plan)
                 self.release_sources()
-                check()
                 self.close()
             except WriteError as error:
                 retries = self._destination.retries
-                if retries is None or not repeats:
+                if retries is None or not retries.wait(error):
                     raise
-                retries.wait(error)
                 self._begin(required(retries.open(), self.name))
                 plan = plan._replace(extents=renewed(plan.extents))
             else:
@@ -302,8 +286,7 @@ class FastFileWriter:
         """
         self._check_open()
         self._expected = self.tell() + nbytes
-        if self._bar is not None:
-            self._bar.expect(self._expected)
+        self._bar.expect(self._expected)
         self._out.expect(self._expected)
         self._write(extents, nbytes, ledger, self._expected)
 
@@ -313,8 +296,7 @@ class FastFileWriter:
         Raises:
             WriteError: the disk is full or failed.
         """
-        with self._phase("transfer"):
-            self._out.flush()
+        self._run("transfer", self._out.flush)
 
     def close(self) -> None:
         """Write the rest, sync, and commit. Idempotent.
@@ -334,21 +316,15 @@ class FastFileWriter:
         try:
             if self._gathered:
                 self._write()
-            with self._phase("transfer"):
-                self._out.flush()
-                self._out.close()
-            with self._phase("sync"):
-                self._destination.sync()
-            with self._phase("commit"):
-                self._destination.commit()
-                if isinstance(self._destination, CallersFile):
-                    self._destination.file.seek(self._destination.start + self._written)
+            self._run("transfer", self._out.flush)
+            self._run("transfer", self._out.close)
+            self._run("sync", self._destination.sync)
+            self._run("commit", self._commit)
         except BaseException:  # of a signal handler between two phases, too
             self.abort()
             raise
         self._closed = True
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
         self._publish()
 
     def abort(self) -> None:
@@ -358,8 +334,7 @@ class FastFileWriter:
         self._closed = self._discarded = True
         if os.getpid() != self._pid:
             return  # a forked child must not touch what its parent is writing
-        close_bar = self._bar.close if self._bar is not None else bool
-        finish(self._out.close, close_bar, self._destination.discard)
+        finish(self._out.close, self._bar.close, self._destination.discard)
 
     def __enter__(self) -> FastFileWriter:
         return self
@@ -398,28 +373,36 @@ class FastFileWriter:
         head, self._gathered = bytes(self._gathered), bytearray()
         if head:
             extents = [Extent(-len(head), len(head), Literal(head)), *extents]
-        fd, start = self._destination.fd, self._destination.start
-        with self._phase("transfer"):
-            wait_until_free()
-            reserve(fd, start, reserved, self._config)
-            self._out.write(extents, ledger, start + self._written + len(head))
+        at = self._destination.start + self._written + len(head)
+        self._run("transfer", self._transfer, extents, ledger, at, reserved)
         self._written += len(head) + nbytes
+
+    def _transfer(
+        self, extents: Sequence[Extent], ledger: CrcLedger | None, at: int, reserved: int
+    ) -> None:
+        wait_until_free()
+        reserve(self._destination.fd, self._destination.start, reserved, self._config)
+        self._out.write(extents, ledger, at)
 
     def _check_open(self) -> None:
         if self._closed:
             what = f": what it held for {self.name} was discarded" if self._discarded else "."
             raise ValueError(f"I/O operation on closed file{what}")
 
-    @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Count the seconds of the body for a phase of the save; an error in it ends the save.
+    def _commit(self) -> None:
+        self._destination.commit()
+        if isinstance(self._destination, CallersFile):
+            self._destination.file.seek(self._destination.start + self._written)
+
+    def _run(self, phase: str, step: Callable[..., object], *arguments: object) -> None:
+        """Run a step of a phase of the save, and count its seconds; an error ends the save.
 
         Raises:
             WriteError: instead of an `OSError`.
         """
         began = perf_counter()
         try:
-            yield
+            step(*arguments)
         except BaseException as error:
             name_in(error, self.name)
             try:
@@ -431,7 +414,7 @@ class FastFileWriter:
                 raise save_error(error, self._destination, self._expected) from error
             raise
         finally:
-            self._phases[name] = self._phases.get(name, 0.0) + perf_counter() - began
+            self._phases[phase] = self._phases.get(phase, 0.0) + perf_counter() - began
 
     def _publish(self) -> None:
         outcome, config = self._out.outcome, self._config
@@ -448,14 +431,9 @@ class FastFileWriter:
             direct=outcome.direct,
             durable=self._destination.durable,
             fallback=repeated or self._destination.fallback or outcome.fallback,
-            block_size=config.block_size,
-            queue_depth=config.queue_depth,
-            threads=config.threads,
             phases=self._phases,
             transfer=outcome.transfer.word,
             transfer_why=outcome.transfer.why,
-            submit=Latency.of(outcome.submit_seconds),
-            complete=Latency.of(outcome.complete_seconds),
             snapshot=None if self.snapshot is None else self.snapshot(),
         )
         publish_save(self._report, config.on_report)

@@ -19,35 +19,36 @@ from fastserial.errors import (
     CheckpointFileError,
     ConfigError,
     CorruptCheckpointError,
-    TornSnapshotError,
     UnreadableCheckpointError,
     WriteError,
     write_error,
 )
 from fastserial.files import linux
-from fastserial.overlap import guard
 from fastserial.overlap.asynchronous import Kind, check_snapshot
 from fastserial.overlap.pending import PendingSave
-from fastserial.training.folder import CheckpointFolder
-from fastserial.training.folder_manager import FolderManager
+from fastserial.training.folder import (
+    OWN,
+    Best,
+    CheckpointFolder,
+    FolderManager,
+    Retention,
+    seconds_of,
+)
 from fastserial.training.mirror import Mirror
-from fastserial.training.object_states import (
+from fastserial.training.objects import (
+    NameDifference,
+    ResumeReport,
+    ResumeRequest,
+    StateName,
     expected_bytes,
+    lacks_of_rank,
     refuse_unrestorable,
     restore,
     state_of,
     states,
 )
-from fastserial.training.partial import (
-    NameDifference,
-    ResumeReport,
-    ResumeRequest,
-    StateName,
-    lacks_of_rank,
-)
 from fastserial.training.rank_values import generator_states, restore_generators, unpacked
-from fastserial.training.retention import Best, Retention, seconds_of
-from fastserial.training.single_process import OWN, SaveJob, SingleProcess
+from fastserial.training.single_process import SaveJob, SingleProcess
 
 if TYPE_CHECKING:
     import torch
@@ -66,11 +67,6 @@ def _too_small(path: str, keep: int, needed: int, free: int) -> WriteError:
     found = write_error(errno.ENOSPC, path, text)
     found.bytes_needed, found.bytes_free = needed, free
     return found
-
-
-def _is_torn(error: BaseException) -> bool:
-    """Return whether tensors changed on this rank; a `DistributedError` has that as its cause."""
-    return any(isinstance(one, TornSnapshotError) for one in (error, error.__cause__))
 
 
 class Checkpointer:
@@ -143,8 +139,7 @@ class Checkpointer:
             name: of a file.
             on_saved: called on the saving thread with step and path once a checkpoint is in place,
                 in the process that manages the folder (rank 0). What it raises is logged.
-            snapshot, snapshot_budget: as `save_async`. `in_place` reads in place only what the
-                optimizers own, and copies the rest; after a `TornSnapshotError` all is copied.
+            snapshot, snapshot_budget: as `save_async`.
             rng: save and restore each rank's random generators (Python, torch, NumPy, CUDA).
             weights_only: as `torch.load`. Several ranks cannot load other files.
             group: the ranks that save together; by default all, if torch.distributed is in use.
@@ -178,7 +173,6 @@ class Checkpointer:
             raise ConfigError(f"{', '.join(both)}: both in `state` and in `per_rank`")
         self._every = every
         self._seconds = seconds_of("every", every) if isinstance(every, str) else None
-        self._kind = snapshot
         self._budget = snapshot_budget
         self._rng = rng
         self._folder = CheckpointFolder(os.path.abspath(os.fsdecode(folder)), name)
@@ -187,7 +181,6 @@ class Checkpointer:
         )
         self._manager = FolderManager(self._folder, retention, on_saved, self._mirror)
         self._ranks = _ranks_of(state, group, weights_only, timeout, merge)
-        self._processes = _processes()
         self._prepared = 0  # the process that has the lock: not its forked child
         self._last: PendingSave | None = None
         self._began = perf_counter()  # the start of the last save
@@ -197,8 +190,6 @@ class Checkpointer:
         self._pid = 0  # of the process that the handlers are for
         self._came: set[int] = set()  # signals that no checkpoint has followed yet
         self._answered = False  # the last call of `save` made a checkpoint for a signal
-        if snapshot == "in_place":
-            guard.watch_steps()
 
     def __repr__(self) -> str:
         every = "" if self._every is None else f", every={self._every}"
@@ -249,7 +240,7 @@ class Checkpointer:
             return None
         self.wait()
         if self._prepared != os.getpid():
-            self._prepare()
+            self._ranks.prepare(self._folder)
             self._on_main(self._manager.warn_of_later, step)
             self._prepared = os.getpid()
         self._last = save = self._ranks.start(self._job(step, metrics, began))
@@ -297,19 +288,10 @@ class Checkpointer:
             of_rank,
             own,
             self._folder.file(step),
-            self._kind,
             self._budget,
             lambda: manager.written(step, own.get("metrics", {}), is_main),
             began,
         )
-
-    def _prepare(self) -> None:
-        if self._processes == 1 < _processes():
-            raise ConfigError(
-                f"{self._folder.path}: this Checkpointer was made before init_process_group(), so "
-                "that each rank would save its own state to the same files. Make it after that"
-            )
-        self._ranks.prepare(self._folder)
 
     def wait(self) -> None:
         """Wait until the checkpoint that was started last is in place.
@@ -318,17 +300,8 @@ class Checkpointer:
             Exception: it failed.
         """
         last, self._last = self._last, None
-        error = last.exception() if last is not None else None
-        if error is None:
-            return
-        if self._kind == "in_place" and _is_torn(error):
-            self._kind = "copy"
-            text = (
-                f"{self._folder.path}: tensors were changed while a checkpoint read them in place; "
-                'later checkpoints copy them, as with snapshot="copy"'
-            )
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
-        raise error
+        if last is not None:
+            last.wait()
 
     def check(self) -> int | None:
         """Test before training what could fail later: saving, resuming, the space on the disk.
@@ -345,7 +318,7 @@ class Checkpointer:
             Exception: an object cannot be pickled.
         """
         path = self._folder.path
-        self._prepare()
+        self._ranks.prepare(self._folder)
         nbytes = self._ranks.size_of(self._job(0, None, 0.0))
         try:
             with tempfile.TemporaryFile(dir=path):
@@ -625,14 +598,6 @@ def _handle(handler: Any, number: int, frame: FrameType | None) -> None:
     elif handler != signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-
-
-def _processes() -> int:
-    """Return the number of processes in the default process group; without one, 1."""
-    import torch.distributed
-
-    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if grouped else 1
 
 
 def _ranks_of(

@@ -1,25 +1,107 @@
-"""A folder of checkpoints, one file for each step, and the lock of the process that saves there."""
+"""A folder of checkpoints, one file for each step: its lock, and which of them are kept."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import gc
+import logging
+import math
 import os
 import re
 import stat
 import string
+import time
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from fastserial.errors import CheckpointFileError, ConfigError
+from fastserial.errors import (
+    CheckpointFileError,
+    ConfigError,
+    CorruptCheckpointError,
+    FastserialError,
+    RemoteError,
+)
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.directory import read_directory
+from fastserial.formats.zip_format import read_directory
 
+if TYPE_CHECKING:
+    from fastserial.training.mirror import Mirror
+
+
+Best = tuple[str, Literal["min", "max"]]
+
+OWN = "checkpointer"  # the key of what is not the user's
 # What a killed save leaves on a file system without unnamed files (O_TMPFILE).
 _LEFTOVER = re.compile(r"\.(.+)\.fastserial-\d+\.tmp")
 _LOCK = ".fastserial.lock"
+_TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_log = logging.getLogger("fastserial")
+
+
+def seconds_of(name: str, value: object) -> float:
+    """Return the seconds of a time such as "90s", "10min", "1.5h" or "2d".
+
+    Args:
+        name: of the argument, for the error.
+
+    Raises:
+        ConfigError: it is not such a time, or is zero.
+    """
+    found = _TEXT.fullmatch(value) if isinstance(value, str) else None
+    seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if not seconds:
+        raise ConfigError(f'{name} must be a time such as "90s", "10min", "2h" or "7d": {value!r}')
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The rules for the checkpoints to keep; one rule that applies is enough.
+
+    Attributes:
+        last: the number of newest ones; at least one.
+        every: those whose step is a multiple.
+        best: the one with the least or greatest value of a metric.
+        seconds: those that are not older.
+    """
+
+    last: int
+    every: int | None = None
+    best: Best | None = None
+    seconds: float | None = None
+
+    def surplus(
+        self,
+        steps: Sequence[int],
+        stale: Collection[int],
+        age: Callable[[int], float],
+        value: Callable[[int], float | None],
+    ) -> list[int]:
+        """Return the steps that may be removed.
+
+        Args:
+            steps: of the whole checkpoints, the newest first.
+            stale: those among them that another run left: only `last` keeps them.
+            age: returns the age of a step's file (seconds).
+            value: returns a step's value of the metric; None if it has none.
+        """
+        mine = [step for step in steps if step not in stale]
+        kept = set(sorted(steps, key=lambda step: step in stale)[: max(1, self.last)])
+        if self.every is not None:
+            kept.update(step for step in mine if step % self.every == 0)
+        if self.seconds is not None:
+            kept.update(step for step in mine if age(step) <= self.seconds)
+        if self.best is not None:
+            sign = 1 if self.best[1] == "min" else -1
+            values = [(found, step) for step in mine if (found := value(step)) is not None]
+            ranked = [(sign * found, -step) for found, step in values if not math.isnan(found)]
+            kept.update(-step for _, step in sorted(ranked)[:1])
+        return [step for step in steps if step not in kept]
 
 
 class CheckpointFolder:
@@ -38,33 +120,39 @@ class CheckpointFolder:
         self.path = path
         self._name = name
         self._pattern = _pattern(name)
+        self._locked_path = ""  # in `_holders`
         self._lock: weakref.finalize[Any, CheckpointFolder] | None = None
 
     def lock(self) -> None:
         """Create the folder, and keep others from saving here until `unlock`.
 
-        The lock ends with this process, too. On a file system without locks it has no effect. It
-        is not inherited by a forked child.
+        The lock ends with this process, too, and is not inherited by a forked child. On a file
+        system without locks it has no effect on other processes.
 
         Raises:
             ConfigError: another process, or another object of this process, saves here.
             OSError: the folder cannot be created.
         """
         os.makedirs(self.path, exist_ok=True)
-        if self._lock is not None and self._lock.alive:
+        path = os.path.realpath(self.path)
+        holder = _holders.get(path)
+        if holder is self:
             return
-        path = os.path.join(os.path.realpath(self.path), _LOCK)
-        try:
-            fd = _open_lock(path)
-        except ConfigError:
-            gc.collect()  # what has it may be unreachable
-            fd = _open_lock(path)
+        if holder is not None:
+            del holder
+            gc.collect()  # it may be unreachable
+        if path in _holders:
+            raise _in_use(path, "another Checkpointer of this process", "call its `close()`")
+        fd = _open_lock(path)
+        _holders[path] = self
+        self._locked_path = path
         if fd is not None:
             self._lock = weakref.finalize(self, os.close, fd)
-            _locked.add(self)
 
     def unlock(self) -> None:
         """End `lock`. Idempotent."""
+        if _holders.get(self._locked_path) is self:
+            del _holders[self._locked_path]
         if self._lock is not None:
             self._lock()
 
@@ -183,10 +271,11 @@ def _remove_unlocked(path: str) -> None:
         os.close(fd)
 
 
-_locked: weakref.WeakSet[CheckpointFolder] = weakref.WeakSet()
+# The folders that are locked by this process, by their real paths.
+_holders: weakref.WeakValueDictionary[str, CheckpointFolder] = weakref.WeakValueDictionary()
 
 
-def _open_lock(path: str) -> int | None:
+def _open_lock(folder: str) -> int | None:
     """Return the lock file's descriptor, locked; None where files cannot be locked.
 
     The file is never removed: another process may have just opened it.
@@ -194,6 +283,7 @@ def _open_lock(path: str) -> int | None:
     Raises:
         ConfigError: it is locked.
     """
+    path = os.path.join(folder, _LOCK)
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
@@ -205,32 +295,204 @@ def _open_lock(path: str) -> int | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        text = os.pread(fd, 300, 0).decode(errors="replace")
+        owner = os.pread(fd, 300, 0).decode(errors="replace")
         os.close(fd)
-        owner, end = f"process {text}" if text else "another process", "end that process"
-        if text == _owner():
-            owner, end = "another Checkpointer of this process", "call its `close()`"
-        raise ConfigError(
-            f"{os.path.dirname(path)}: {owner} saves checkpoints in this folder, and each would "
-            f"remove the other's. Give each run its own folder, or {end}"
-        ) from None
+        owner = f"process {owner}" if owner else "another process"
+        raise _in_use(folder, owner, "end that process") from None
     except OSError:
         os.close(fd)
         return None
     with contextlib.suppress(OSError):  # it only names the owner
         os.ftruncate(fd, 0)
-        os.pwrite(fd, _owner().encode(), 0)
+        os.pwrite(fd, f"{os.getpid()} on {os.uname().nodename}".encode(), 0)
     return fd
 
 
-def _owner() -> str:
-    return f"{os.getpid()} on {os.uname().nodename}"
+def _in_use(folder: str, owner: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"{folder}: {owner} saves checkpoints in this folder, and each would remove the other's. "
+        f"Give each run its own folder, or {remedy}"
+    )
 
 
 def _leave_to_parent() -> None:
     """Close the locks in a forked child: it would keep them when the parent has crashed."""
-    for folder in list(_locked):
+    for folder in list(_holders.values()):
         folder.unlock()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+class FolderManager:
+    """What is known of the checkpoints in a folder. Saving threads use it, too.
+
+    Attributes:
+        folder: where they are.
+        mirror: where they are copied to; None without one.
+        damaged: steps whose files are damaged, or not a Checkpointer's.
+        stale: steps that another run left.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        retention: Retention,
+        on_saved: Callable[[int, str], object] | None,
+        mirror: Mirror | None = None,
+    ) -> None:
+        self.folder = folder
+        self.mirror = mirror
+        self.damaged: set[int] = set()
+        self.stale: set[int] = set()
+        self._retention = retention
+        self._metric = retention.best[0] if retention.best is not None else None
+        self._on_saved = on_saved
+        self._values: dict[int, float | None] = {}  # the metric's, by step
+        self._written: int | None = None  # the step that was written last
+
+    def written(self, step: int, metrics: Mapping[str, float], is_main: bool) -> None:
+        """Call `on_saved` for a checkpoint that is in place, and remove old ones.
+
+        Args:
+            is_main: this process manages the folder.
+        """
+        self.damaged.discard(step)
+        self.stale.discard(step)
+        self._values[step] = None if self._metric is None else metrics.get(self._metric)
+        self._written = step
+        if not is_main:
+            return
+        path = self.folder.file(step)
+        if self._on_saved is not None:
+            try:
+                self._on_saved(step, path)
+            except Exception:
+                _log.exception("%s: on_saved failed", path)
+        if self.mirror is not None:
+            self.mirror.add(step, metrics, self.prune)
+        self.prune()
+
+    def prune(self) -> None:
+        """Remove what no rule keeps, except what was just written, or is still to be mirrored.
+
+        Later checkpoints are another run's. They and damaged ones do not count, and are kept.
+        """
+        newest, now = self._written, time.time()
+        if newest is None:
+            return
+
+        def age(step: int) -> float:
+            written = self.folder.written_at(step)
+            return 0.0 if written is None else now - written
+
+        try:
+            steps = [one for one in self.folder.steps() if one <= newest]
+            steps = [one for one in steps if one not in self.damaged]
+            surplus = self._retention.surplus(steps, self.stale, age, self._value_of)
+            waiting = () if self.mirror is None else filter(self.mirror.is_waiting, surplus)
+            self.folder.remove({*surplus} - {newest, *waiting})
+        except OSError as error:
+            _log.warning("an old checkpoint in %s stays: %s", self.folder.path, error)
+
+    def _value_of(self, step: int) -> float | None:
+        """Return the metric's value of a checkpoint, which an earlier process may have written."""
+        if step not in self._values:
+            path = self.folder.file(step)
+            self._values[step] = None
+            try:
+                self._values[step] = _own_entry(path).get("metrics", {}).get(self._metric)
+            except (OSError, FastserialError) as error:
+                _log.warning("%s: its metrics cannot be read: %s", path, error)
+        return self._values[step]
+
+    def latest(self) -> str | None:
+        """Return the path of the newest checkpoint that is not truncated; None if there is none."""
+        step = self._newest(self.damaged)
+        return None if step is None else self.folder.file(step)
+
+    def _newest(self, damaged: Collection[int]) -> int | None:
+        """Return the newest step whose file is not truncated, nor among the damaged ones."""
+        others = (step for step in self.folder.steps() if step not in damaged)
+        return next((step for step in others if self.folder.is_complete(step)), None)
+
+    def get_ready(self, step: int | None) -> None:
+        """Prepare the folder for `resume`: no leftovers, and what only the mirror has.
+
+        Args:
+            step: that is wanted; None: the newest one.
+
+        Raises:
+            RemoteError, WriteError: as `fetch_newest` and `fetch`.
+        """
+        self.folder.sweep()
+        if step is None:
+            self.fetch_newest()
+        elif not os.path.exists(self.folder.file(step)):
+            self.fetch(step)
+
+    def fetch_newest(self, tried: Collection[int] = ()) -> None:
+        """Download from the mirror its newest whole checkpoint, if the folder has none as new.
+
+        Args:
+            tried: steps that are known to be damaged.
+
+        Raises:
+            RemoteError: the mirror fails, and the folder has no other checkpoint.
+            WriteError: the file cannot be written.
+        """
+        if self.mirror is None:
+            return
+        here = self._newest(tried)
+        try:
+            there = self.mirror.steps()
+        except RemoteError as error:
+            if here is None:
+                raise
+            warnings.warn(f"the mirror is not used: {error}", RuntimeWarning, stacklevel=5)
+            return
+        for step in there:
+            if here is not None and step <= here:
+                return
+            if step not in tried and self.fetch(step):
+                return
+
+    def fetch(self, step: int) -> bool:
+        """Download a step's checkpoint from the mirror; return whether the mirror has it whole.
+
+        Raises:
+            RemoteError: the mirror fails.
+            WriteError: the file cannot be written.
+        """
+        try:
+            if self.mirror is not None:
+                self.mirror.fetch(step)
+                return True
+        except FileNotFoundError:
+            pass
+        except CorruptCheckpointError as error:
+            warnings.warn(f"a copy in the mirror is damaged: {error}", RuntimeWarning, stacklevel=5)
+        return False
+
+    def warn_of_later(self, step: int) -> None:
+        """Warn of checkpoints that `resume` would prefer to those saved from now on."""
+        later = {found for found in self.folder.steps() if found > step} - self.damaged
+        if later <= self.stale:
+            return
+        self.stale |= later
+        text = (
+            f"{self.folder.path} holds later checkpoints than step {step}'s, up to step "
+            f"{max(later)}. They stay, and `resume()` takes the latest: move them away, or use "
+            "another folder"
+        )
+        warnings.warn(text, UserWarning, stacklevel=4)
+
+
+def _own_entry(path: str) -> Mapping[str, Any]:
+    """Return a Checkpointer's own entry in a file; no tensor's bytes are read."""
+    from fastserial.distributed.sharding.file_index import index_of_file  # with torch.distributed
+
+    with open(path, "rb") as file:
+        value = index_of_file(file.fileno(), path).value
+    found = value.get(OWN) if isinstance(value, Mapping) else None
+    return found if isinstance(found, Mapping) else {}

@@ -32,26 +32,26 @@ from fastserial.errors import (
     UnreadableCheckpointError,
 )
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.records import read_places
+from fastserial.formats.zip_format import read_places
 from fastserial.interrupts import Descriptors
 from fastserial.nests import is_object, rebuilt, walk
-from fastserial.overlap.asynchronous import Kind
 from fastserial.overlap.pending import PendingSave
-from fastserial.training.folder import CheckpointFolder
-from fastserial.training.object_states import holds_objects, state_of
-from fastserial.training.partial import (
+from fastserial.training.folder import OWN, CheckpointFolder
+from fastserial.training.objects import (
     NameDifference,
     ResumeRequest,
     StateName,
     difference,
+    holds_objects,
     lacks_of_rank,
     names_here,
     names_in,
+    plain,
     renamed_name,
+    state_of,
 )
 from fastserial.training.rank_values import row_of
-from fastserial.training.single_process import OWN, SaveJob, SingleProcess
-from fastserial.training.wrapped import plain
+from fastserial.training.single_process import SaveJob, SingleProcess
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -90,19 +90,15 @@ class ManyRanks(SingleProcess):
     def together(self, users_code: bool = True) -> AbstractContextManager[Traffic]:
         return collective(self._group, self._timeout, _USE, theirs=users_code)
 
-    def _start(
-        self, state: dict[str, Any], kind: Kind, job: SaveJob, unchanged: set[int]
-    ) -> PendingSave:
+    def _start(self, state: dict[str, Any], job: SaveJob) -> PendingSave:
         return start_save(
             state,
             job.path,
-            kind,
             job.budget,
             group=self._group,
             timeout=self._timeout,
             merge=self._merge,
             began=job.began,
-            steady=unchanged,
             then=job.then,
         )
 
@@ -112,25 +108,26 @@ class ManyRanks(SingleProcess):
         inner = plain(value)
         return inner if is_live(inner) else state_of(value)
 
-    def _agreed(self, job: SaveJob, data: bytes, ranks: Any) -> tuple[Kind, dict[str, Any]]:
-        """Check that all ranks save the same step, and return what they have in common.
+    def _own_entry(self, job: SaveJob, data: bytes, ranks: Any) -> dict[str, Any]:
+        """Check that all ranks save the same step; return rank 0's entry of the Checkpointer.
 
-        That is `copy` if any rank copies, and rank 0's entry of the Checkpointer, to which each
-        rank adds the row with its values.
+        Each rank adds the row with its values.
         """
 
-        def decision(each: list[tuple[int, Kind, int]]) -> tuple[Kind, int, dict[str, Any]]:
-            steps, kinds, sizes = zip(*each, strict=True)
+        def decision(each: list[tuple[int, int]]) -> tuple[int, dict[str, Any]]:
+            steps, sizes = zip(*each, strict=True)
             for rank, other in enumerate(steps):
                 if other != steps[0]:
                     raise ranks.fail(rank, f"it saves step {other}, rank 0 step {steps[0]}")
-            return "copy" if "copy" in kinds else "in_place", max(sizes), job.own
+            return max(sizes), job.own
 
-        kind, nbytes, own = ranks.decide((job.own["step"], job.kind, len(data)), decision)
+        nbytes: int
+        own: dict[str, Any]
+        nbytes, own = ranks.decide((job.own["step"], len(data)), decision)
         if nbytes:
             shape, start = (self.count, nbytes), self.rank * nbytes
             own["ranks"] = FlatShard(shape, torch.uint8, start, nbytes, row_of(data, nbytes))
-        return kind, own
+        return own
 
     def _size(self, state: dict[str, Any], path: str, ranks: Any) -> int | None:
         return size_of(state, path, ranks, self._merge)

@@ -19,8 +19,7 @@ from fastserial.checksums import crc32, crc_mismatch
 from fastserial.errors import CorruptCheckpointError, RemoteError
 from fastserial.files.remote import remote_folder
 from fastserial.saving.writer import FastFileWriter
-from fastserial.training.folder import CheckpointFolder
-from fastserial.training.retention import Retention
+from fastserial.training.folder import CheckpointFolder, Retention
 
 _CHUNK = 8 * 1024 * 1024
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries of an upload
@@ -143,8 +142,8 @@ class Mirror:
         if self._newest is None or step > self._newest:
             return True
         written = self._folder.written_at(step) or 0.0
-        self._manifests[step] = {"written": written, "metrics": metrics}
-        return step not in self._surplus({step, *self.steps()})
+        mine = {step: {"written": written, "metrics": metrics}}
+        return step not in self._surplus({step, *self.steps()}, mine)
 
     def _upload_within_timeout(self, step: int, metrics: Mapping[str, float]) -> None:
         deadline, pause = time.monotonic() + self._timeout, _FIRST_PAUSE
@@ -222,22 +221,31 @@ class Mirror:
         self._remote.remove(map(_manifest_name, names))
         self._remote.remove(names)
 
-    def _surplus(self, steps: Collection[int]) -> list[int]:
+    def _surplus(
+        self, steps: Collection[int], added: Mapping[int, Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """Return the steps that no rule keeps. Those after the newest are another run's.
+
+        Args:
+            added: what manifests will say of steps that are not in the remote folder yet.
 
         Raises:
             Exception: as `_prune`.
         """
+
+        def manifest(step: int) -> Mapping[str, Any]:
+            found = (added or {}).get(step)
+            return self._manifest(step) if found is None else found
+
+        def age(step: int) -> float:
+            return time.time() - float(manifest(step)["written"])
+
+        def value(step: int) -> float | None:
+            best = self._retention.best
+            return None if best is None else manifest(step)["metrics"].get(best[0])
+
         mine = [step for step in steps if self._newest is None or step <= self._newest]
-        newest_first = sorted(mine, reverse=True)
-        return self._retention.surplus(newest_first, (), self._age, self._value)
-
-    def _age(self, step: int) -> float:
-        return time.time() - float(self._manifest(step)["written"])
-
-    def _value(self, step: int) -> float | None:
-        best = self._retention.best
-        return None if best is None else self._manifest(step)["metrics"].get(best[0])
+        return self._retention.surplus(sorted(mine, reverse=True), (), age, value)
 
     def _manifest(self, step: int) -> dict[str, Any]:
         """Return a checkpoint's manifest.

@@ -88,6 +88,19 @@ def unpacked(data: bytes, *, weights_only: bool) -> Any:
     return unpickler.load()
 
 
+def refusal_of(value: Any) -> Exception | None:
+    """Return why `weights_only` refuses to load a value; None, too, if it cannot be pickled."""
+    try:
+        data = packed(value, with_tensors=False)
+    except Exception:  # the save raises it
+        return None
+    try:
+        unpacked(data, weights_only=True)
+    except Exception as error:
+        return error
+    return None
+
+
 def generator_states() -> dict[str, Any]:
     """Return the states of Python's, torch's, NumPy's and CUDA's generators.
 

@@ -17,22 +17,22 @@ from fastserial.errors import (
     CorruptCheckpointError,
     UnreadableCheckpointError,
 )
-from fastserial.overlap.asynchronous import Kind, size_of, start_save
+from fastserial.overlap.asynchronous import size_of, start_save
 from fastserial.overlap.pending import PendingSave
-from fastserial.training.folder import CheckpointFolder
-from fastserial.training.loadable import refused
-from fastserial.training.object_states import restore, state_of, states, steady
-from fastserial.training.partial import (
+from fastserial.training.folder import OWN, CheckpointFolder
+from fastserial.training.objects import (
     NameDifference,
     ResumeRequest,
     difference,
     names_here,
     names_in,
+    refused,
     renamed,
+    restore,
+    state_of,
+    states,
 )
 from fastserial.training.rank_values import packed, row_of
-
-OWN = "checkpointer"  # the key of what is not the user's
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class SaveJob:
         of_rank: returns the values that each rank has of its own, by name.
         own: the Checkpointer's entry in the file.
         path: of the file.
-        kind, budget: of the snapshot.
+        budget: of the snapshot.
         then: called on the saving thread once the file is in place.
         began: when the user's call did (`perf_counter`).
     """
@@ -53,7 +53,6 @@ class SaveJob:
     of_rank: Callable[[], Mapping[str, Any]]
     own: dict[str, Any]
     path: str
-    kind: Kind = "copy"
     budget: int | None = None
     then: Callable[[], object] = bool
     began: float = 0.0
@@ -104,43 +103,32 @@ class SingleProcess:
     def start(self, job: SaveJob) -> PendingSave:
         """Start to save the state of the objects, and the Checkpointer's own entry."""
         with self.together() as ranks:
-            state, of_rank, kind = self._state(job, ranks)
+            state, of_rank = self._state(job, ranks)
             self._warn_of_refused({**state, **of_rank, OWN: None}, job.path)
-            unchanged = steady(job.objects)
-        return self._start(state, kind, job, unchanged)
+        return self._start(state, job)
 
-    def _start(
-        self, state: dict[str, Any], kind: Kind, job: SaveJob, unchanged: set[int]
-    ) -> PendingSave:
-        return start_save(
-            state,
-            job.path,
-            kind,
-            job.budget,
-            steady=unchanged,
-            then=job.then,
-            began=job.began,
-        )
+    def _start(self, state: dict[str, Any], job: SaveJob) -> PendingSave:
+        return start_save(state, job.path, job.budget, then=job.then, began=job.began)
 
-    def _state(self, job: SaveJob, ranks: Any) -> tuple[dict[str, Any], Mapping[str, Any], Kind]:
-        """Return the state with the Checkpointer's entry, this rank's values, and the snapshot."""
+    def _state(self, job: SaveJob, ranks: Any) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        """Return the state with the Checkpointer's entry, and this rank's values."""
         state, of_rank = dict(states(job.objects, self._state_of)), job.of_rank()
-        kind, state[OWN] = self._agreed(job, packed(of_rank) if of_rank else b"", ranks)
-        return state, of_rank, kind
+        state[OWN] = self._own_entry(job, packed(of_rank) if of_rank else b"", ranks)
+        return state, of_rank
 
     @staticmethod
     def _state_of(value: Any) -> Any:
         """Return what is saved of an object."""
         return state_of(value)
 
-    def _agreed(self, job: SaveJob, data: bytes, ranks: Any) -> tuple[Kind, dict[str, Any]]:
-        """Return the kind of the snapshot, and the Checkpointer's entry.
+    def _own_entry(self, job: SaveJob, data: bytes, ranks: Any) -> dict[str, Any]:
+        """Return the Checkpointer's entry.
 
         Args:
             data: the packed values of this rank; empty if it has none.
         """
         row = {"ranks": row_of(data, len(data)).unsqueeze(0)} if data else {}
-        return job.kind, {**job.own, **row}
+        return {**job.own, **row}
 
     def _warn_of_refused(self, state: Mapping[str, Any], path: str) -> None:
         """Warn at the first save of what `resume` would refuse."""
@@ -157,7 +145,7 @@ class SingleProcess:
             Exception: an object cannot be pickled.
         """
         with self.together(users_code=False) as ranks:
-            state, of_rank, _ = self._state(job, ranks)
+            state, of_rank = self._state(job, ranks)
             nbytes = self._size(state, job.path, ranks)
             theirs = {**state, **of_rank, OWN: None}
             if self.is_main and self.weights_only and (text := refused(theirs)):

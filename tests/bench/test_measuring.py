@@ -14,11 +14,10 @@ from fastserial.bench.rotation import (
     LOOSE,
     Measured,
     Row,
-    Spread,
     rotate,
     summarize,
 )
-from fastserial.bench.table import Table
+from fastserial.bench.table import Spread, Table
 
 RUNS = 2
 

@@ -32,11 +32,11 @@ RUNS: dict[str, tuple[str, tuple[str, ...], set[str]]] = {
         {"fastserial zip, warm", "safetensors + clone, warm", "DCP FileSystemReader, warm"},
     ),
     "scaling": ("--max-size 16KiB --max-tensors 20 --total 8KiB", (), {"stock zip"}),
-    "threads": ("--size 4MiB", (), {"stock torch.save in a thread", "fastserial, in place"}),
+    "threads": ("--size 4MiB", (), {"stock torch.save in a thread", "fastserial, save_async"}),
     "overlap": (
         "--model tiny --tokens 16 --batch 1 --every 1 --saves 1 --only fastserial stock",
         (),
-        {"no checkpoints", "stock torch.save", "fastserial, copy", "fastserial, in place"},
+        {"no checkpoints", "stock torch.save", "fastserial, save_async"},
     ),
     "onefile": (
         "--size 12MiB --tensors 20",

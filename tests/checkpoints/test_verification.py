@@ -26,9 +26,9 @@ from fastserial.cli import inspect
 from fastserial.cli import verify as verify_module
 from fastserial.config import Config
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError
-from fastserial.files.caching import cached_fraction
+from fastserial.files.linux import cached_fraction
 from fastserial.formats.source import BytesSource, DescriptorSource, Source
-from fastserial.formats.zip.directory import RecordEntry, read_directory
+from fastserial.formats.zip_format import RecordEntry, read_directory
 
 # Small blocks, so that every seam between blocks is crossed.
 SMALL = Config(block_size=4096, queue_depth=3, threads=2)

@@ -108,7 +108,7 @@ def test_latest_waits_for_the_slowest(launch: Launch, tmp_path: Path) -> None:
 
 # --- written while training goes on ------------------------------------------------------------
 
-OVERLAP = ["--via", "enable", "--overlap", "in_place"]
+OVERLAP = ["--via", "enable", "--overlap"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--via", choices=["stock", "install", "enable", "config"], default="stock")
-    parser.add_argument("--overlap", choices=["copy", "in_place"])
+    parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--destroy", action="store_true", help="destroy the engine at the end")
     parser.add_argument("--legacy", action="store_true")
     parser.add_argument("--bf16", action="store_true")
@@ -149,7 +149,7 @@ def main() -> None:
     )
     if options.via == "enable":
         slow = {"engine": slow_writes, "small_file": 0} if options.slow_rank == rank else {}
-        fast.enable(engine, overlap=options.overlap or False, **(slow if options.overlap else {}))
+        fast.enable(engine, overlap=options.overlap, **(slow if options.overlap else {}))
     first = 0
     if options.resume:
         path, state = engine.load_checkpoint(options.folder)

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter
 from fastserial.distributed.dcp import storage_writer
-from fastserial.distributed.state.facts import shardings
+from fastserial.distributed.state.facts import sharding_of
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -185,14 +185,6 @@ def test_a_planner_that_was_used_can_be_pickled(tmp_path: Path) -> None:
     assert FastStorageReader(tmp_path).read_metadata().state_dict_metadata["a"].size == (4,)
 
 
-@ALONE
-def test_a_key_is_in_the_metadata_once(tmp_path: Path) -> None:
-    for _ in range(2):
-        state = {"an unusual key": torch.ones(3)}
-        dcp.save(state, storage_writer=FastStorageWriter(tmp_path), planner=FastSavePlanner())
-        assert (tmp_path / ".metadata").read_bytes().count(b"an unusual key") == 1
-
-
 def test_collections_are_paused_while_torch_has_the_results() -> None:
     before = gc.get_threshold()
     results = storage_writer._Results([])
@@ -232,28 +224,23 @@ def test_saves_of_several_threads_at_once(tmp_path: Path) -> None:
     assert not errors
 
 
-class Spec(SimpleNamespace):
-    """What can be referred to weakly, as torch's can."""
-
-
 @pytest.mark.parametrize("compared", [True, False])
 def test_a_strided_shard_is_no_plain_one(compared: bool) -> None:
     """Also in releases of torch in which one is equal to the other."""
     plain: Any = Shard if compared else Plain
     strided: Any = _StridedShard if compared else Strided
     mesh, local = torch.nn.Identity(), torch.ones(2)
-    mesh.ndim, mesh.device_type = 1, "cpu"
 
     def sharded(*placements: object) -> Any:
-        spec = Spec(mesh=mesh, placements=placements, tensor_meta=((4,), local.dtype))
-        return SimpleNamespace(_spec=spec, _local_tensor=local, requires_grad=False)
+        spec = SimpleNamespace(mesh=mesh, placements=placements)
+        return SimpleNamespace(_spec=spec, _local_tensor=local, shape=(4,), requires_grad=False)
 
-    def columns(first: object) -> list[Any]:
-        found = shardings([sharded(first, plain(0))])
+    def facts(first: object) -> tuple[Any, ...]:
+        found = sharding_of(sharded(first, plain(0)), {})
         assert found is not None
         return found
 
-    found = [columns(plain(0)), columns(strided(0, split_factor=2))]
-    found.append(columns(strided(0, split_factor=4)))
-    assert found[1] == columns(strided(0, split_factor=2))
+    found = [facts(plain(0)), facts(strided(0, split_factor=2))]
+    found.append(facts(strided(0, split_factor=4)))
+    assert found[1] == facts(strided(0, split_factor=2))
     assert found[0] != found[1] != found[2]

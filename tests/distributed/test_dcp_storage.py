@@ -30,7 +30,7 @@ from fastserial.distributed import (
     FastStorageReader,
     FastStorageWriter,
 )
-from fastserial.saving.torch_writer import has_alignment
+from fastserial.saving.archive import has_alignment
 
 MIB = 1 << 20
 

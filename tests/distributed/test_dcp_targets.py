@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map
 
 import fastserial
 from fastserial.distributed import FastLoadPlanner, FastStorageReader, FastStorageWriter
-from fastserial.distributed.dcp.load_planner import pass_on
 from fastserial.distributed.dcp.storage_writer import snapshot
 from fastserial.errors import UnreadableCheckpointError
 
@@ -64,22 +63,6 @@ def test_into_a_tensor_without_memory(
         reader = FastStorageReader(tmp_path)
         dcp.load({"a": target}, storage_reader=reader, planner=made, no_dist=True)
     assert torch.equal(target.inner, wanted)
-
-
-def test_what_is_passed_on_of_a_tensor_without_memory() -> None:
-    """A rank that has read it sends its values, not what is at address 0."""
-    inner = torch.arange(float(COUNT))
-    sent: list[torch.Tensor] = []
-
-    class Traffic:
-        rank = 0
-
-        def send(self, rank: int, data: torch.Tensor) -> Callable[[], None]:
-            sent.append(data.clone())
-            return lambda: None
-
-    pass_on([(Wrapper(inner), 0, (1,))], Traffic())  # type: ignore[arg-type]
-    assert torch.equal(torch.cat(sent).view(torch.float32), inner)
 
 
 class Unknown(torch.Tensor):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from fastserial import convert, verify
 from fastserial.distributed import (
@@ -19,8 +20,7 @@ from fastserial.distributed import (
     FastStorageReader,
     FastStorageWriter,
 )
-from fastserial.distributed.dcp.planning import BYTES, REPLICA, RankEntries, StateEntry, global_plan
-from fastserial.distributed.sharding.boxes import Box
+from fastserial.distributed.dcp.planners import divide
 from fastserial.errors import CheckpointReplacedError, FastserialError
 
 
@@ -70,7 +70,7 @@ def test_the_storage_of_hugging_face_with_our_planners(tmp_path: Path) -> None:
     state = {"a": torch.randn(500_000), "b": torch.randn(3).bfloat16()}
     writer = dcp.HuggingFaceStorageWriter(str(tmp_path))
     dcp.save(dict(state), storage_writer=writer, planner=FastSavePlanner())
-    for planner in (None, FastLoadPlanner(), FastLoadPlanner(broadcast=True)):
+    for planner in (None, FastLoadPlanner()):
         found = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
         reader = dcp.HuggingFaceStorageReader(str(tmp_path))
         dcp.load(found, storage_reader=reader, planner=planner)
@@ -105,15 +105,11 @@ def test_a_file_that_is_missing_is_not_called_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [(3,), ()])
 def test_a_value_on_one_rank_and_a_tensor_on_another(size: tuple[int, ...]) -> None:
     """Stock fails, too, with neither key nor rank."""
-    from torch.distributed.checkpoint.metadata import TensorProperties
-
-    whole = Box((0,) * len(size), size)
-    value = RankEntries({"x.y": StateEntry(BYTES)}, None)
-    tensor = RankEntries({"x.y": StateEntry(REPLICA, TensorProperties(), size, (whole,))}, None)
-    for told, values, tensors in (
-        ([value, tensor, tensor], [0], [1, 2]),
-        ([tensor, value], [1], [0]),
+    value = create_default_local_save_plan({"x.y": 3}, False)
+    tensor = create_default_local_save_plan({"x.y": torch.zeros(size)}, False)
+    for plans, ranks in (
+        ([value, tensor, tensor], "0 and 1"),
+        ([tensor, tensor, value], "0 and 2"),
     ):
-        text = rf"^x\.y: a value on ranks \{values}, a tensor on ranks \{tensors}"
-        with pytest.raises(ValueError, match=text.replace("]", r"\]")):
-            global_plan(told, False)
+        with pytest.raises(ValueError, match=rf"^x\.y: a value on one of the ranks {ranks}"):
+            divide(plans, False, set(), set())

@@ -1,4 +1,4 @@
-"""Collective saves beside training: every file is the state at its call, or the save raised."""
+"""Collective saves beside training: every file is the state at its call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ PAIRS = list(product(KINDS, (2, 4))) if FULL else [(KINDS[0], 2), (KINDS[-1], 4)
 def hostile(folder: Path, count: int, kind: str, trials: int, *more: object) -> dict[str, int]:
     out = ranks.run("ranks_beside", count, folder, kind, trials, count, *more, timeout=3000)
     found: dict[str, int] = ast.literal_eval(out[0])
-    found["held"] = sum(ast.literal_eval(told)["held"] for told in out)
     print(kind, count, found)
     return found
 
@@ -28,13 +27,9 @@ def hostile(folder: Path, count: int, kind: str, trials: int, *more: object) -> 
 @pytest.mark.parametrize(("kind", "count"), PAIRS)
 def test_no_file_is_torn(tmp_path: Path, count: int, kind: str) -> None:
     trials = 250 if FULL else 12
-    found = hostile(tmp_path, count, kind, trials)
-    assert found["wrong"] == 0
-    assert found["saved"] + found["torn"] == trials
-    assert found["saved"] > trials // 4
-    assert found["held"]
+    assert hostile(tmp_path, count, kind, trials) == {"saved": trials, "wrong": 0}
 
 
 @pytest.mark.parametrize("kind", KINDS if FULL else KINDS[:1])
-def test_without_the_guards_files_are_torn(tmp_path: Path, kind: str) -> None:
-    assert hostile(tmp_path, 2, kind, 60, "unguarded")["wrong"]
+def test_without_copies_files_are_torn(tmp_path: Path, kind: str) -> None:
+    assert hostile(tmp_path, 2, kind, 60, "uncopied")["wrong"]

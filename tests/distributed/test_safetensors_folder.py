@@ -74,7 +74,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     distributed.save(model(), tmp_path, format="safetensors", shard_nbytes=MOST)
     other = nn.Sequential(nn.Linear(100, 200), nn.Linear(200, 7))
     before = {key: one.clone() for key, one in other.state_dict().items()}
-    with pytest.raises(LoadMismatchError, match="only in the folder"):
+    with pytest.raises(LoadMismatchError, match="only in the file"):
         distributed.load(tmp_path, other)
     with pytest.raises(LoadMismatchError, match="its shape is"):
         distributed.load(tmp_path, other, strict=False)

@@ -21,7 +21,7 @@ def test_a_process_alone(tmp_path: Path, name: str) -> None:
     versions = [parameter._version for parameter in run.model.parameters()]
     first, later = tmp_path / "first.pt", tmp_path / "later.pt"
     distributed.save(run.state, first)
-    distributed.save_async(run.state, first, snapshot="in_place").wait()
+    distributed.save_async(run.state, first).wait()
     assert not hooks
     assert versions == [parameter._version for parameter in run.model.parameters()]
     assert all(parameter.grad is None for parameter in run.model.parameters())

@@ -24,8 +24,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 with atheris.instrument_imports(include=["fastserial"]):
     from fastserial.checkpoints import inspect, verify
     from fastserial.config import Config
-    from fastserial.formats import container, dcp, pickles, plain_pickle, safetensors, tensors
-    from fastserial.formats.zip import directory
+    from fastserial.formats import container, dcp, pickles, safetensors, tensors, zip_format
+    from fastserial.loading import unpickler
 
 import torch
 from support.damage import originals
@@ -44,7 +44,7 @@ def parse_zip(data: bytes) -> None:
     source = BytesSource(data)
     for headers in (True, False):
         with contextlib.suppress(CheckpointFileError):
-            for record in directory.read_directory(source, headers=headers).records:
+            for record in zip_format.read_directory(source, headers=headers).records:
                 if not 0 < record.data_offset <= record.data_end <= len(data):
                     raise AssertionError(record)
     _whole_file(data, "x.pt")
@@ -61,7 +61,7 @@ def parse_legacy(data: bytes) -> None:
 
 def parse_pickle(data: bytes) -> None:
     """The symbolic machine, the walk over what it found, and the look at plain pickles."""
-    plain_pickle.plain_pickle(data)
+    unpickler.plain_pickle(data)
     pickles.refuse_nested(data)
     tensors.outline(pickles.decode(ByteStream(BytesSource(data)), _LIMITS))
 
@@ -110,7 +110,7 @@ def whole(parser: str) -> list[bytes]:
         with open(os.path.join(folder, ".metadata"), "rb") as file:
             return [file.read()]
     source = BytesSource(files["zip"])
-    record = directory.read_directory(source).find("data.pkl")
+    record = zip_format.read_directory(source).find("data.pkl")
     found = [source.read_at(record.data_offset, record.size)] if record is not None else []
     value = {"a": [1, 2.5, (None, True)], b"b": {1: "x"}, "c": 2**70, "d": {1, 2}}
     return found + [pickle.dumps(value, protocol) for protocol in range(1, 6)]

@@ -21,7 +21,7 @@ from fastserial.checkpoints.verify import zip as zip_check
 from fastserial.config import Config
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.directory import read_directory
+from fastserial.formats.zip_format import read_directory
 
 pytestmark = [pytest.mark.timeout(3600), pytest.mark.proof("damaged files")]
 

@@ -71,16 +71,6 @@ def test_a_save_in_the_background_is_repeated(where: Path, lab: Lab, proof: Proo
     proof.count("in the background: repeated")
 
 
-def test_what_is_read_in_place_is_not_read_twice(where: Path, lab: Lab) -> None:
-    fastserial.install()
-    (lab.folder / "below.fails").write_text("fsync ESTALE 1")
-    saving = fastserial.save_async(STATE, where / "x.pt", snapshot="in_place", snapshot_budget=0)
-    with pytest.raises(fastserial.WriteError) as caught:
-        saving.wait()
-    assert caught.value.errno == errno.ESTALE
-    assert listing(where) == []
-
-
 @pytest.mark.parametrize("seconds", [0, 2])
 def test_an_error_that_stays(seconds: int, where: Path, lab: Lab, proof: Proof) -> None:
     path = where / "x.pt"

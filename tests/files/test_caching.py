@@ -15,8 +15,8 @@ from support.identity import digest, fast, stock
 
 import fastserial
 from fastserial.errors import WriteError
-from fastserial.files import caching
-from fastserial.files.caching import cached_fraction
+from fastserial.files import linux
+from fastserial.files.linux import cached_fraction
 from fastserial.reports import last_load_report
 
 SMALL = {"small_file": 0, "block_size": 256 * 1024}
@@ -25,8 +25,8 @@ SMALL = {"small_file": 0, "block_size": 256 * 1024}
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No device was measured, and a trial takes few bytes."""
-    monkeypatch.setattr(caching, "_speeds", {})
-    monkeypatch.setattr(caching, "TRIAL", MIB)
+    monkeypatch.setattr(linux, "_speeds", {})
+    monkeypatch.setattr(linux, "TRIAL", MIB)
 
 
 @pytest.fixture
@@ -44,13 +44,13 @@ def direct(tmp_path: Path, unmeasured: None) -> Path:
     """A folder on an unmeasured device that takes direct I/O."""
     if not saved(tmp_path / "direct.pt", direct=True).direct:
         pytest.skip("no direct I/O here")
-    caching._speeds.clear()
+    linux._speeds.clear()
     return tmp_path
 
 
 def verdicts() -> list[bool]:
     """What was found out of devices, in this order."""
-    return [fast for fast, _ in caching._speeds.values()]
+    return [fast for fast, _ in linux._speeds.values()]
 
 
 def chill(path: Path) -> None:
@@ -94,11 +94,11 @@ def test_a_load_leaves_nothing_if_told_so(path: Path) -> None:
 def test_a_file_larger_than_memory_is_read_directly(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(caching, "ALWAYS_FITS", 0)
-    monkeypatch.setattr(caching, "available_bytes", lambda: 4 * MIB)
+    monkeypatch.setattr(linux, "ALWAYS_FITS", 0)
+    monkeypatch.setattr(linux, "available_bytes", lambda: 4 * MIB)
     direct, _ = loaded(path)
     assert direct or not has_direct(path.parent)
-    monkeypatch.setattr(caching, "available_bytes", lambda: None)
+    monkeypatch.setattr(linux, "available_bytes", lambda: None)
     assert loaded(path)[0] == 0
 
 
@@ -118,7 +118,7 @@ def saved(path: Path, state: object = None, **options: Any) -> fastserial.SaveRe
 def test_on_a_slow_device_a_save_leaves_the_file_for_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None, durable: bool
 ) -> None:
-    monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
+    monkeypatch.setattr(linux, "FAST_DEVICE", float("inf"))
     for name in ("first.pt", "second.pt"):  # the second relies on what the first measured
         report = saved(tmp_path / name, durable=durable)
         assert not report.direct
@@ -128,7 +128,7 @@ def test_on_a_slow_device_a_save_leaves_the_file_for_loads(
 
 
 def test_on_a_fast_device_a_save_is_direct(direct: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
+    monkeypatch.setattr(linux, "FAST_DEVICE", 0.0)
     state = [noise(3 * MIB), noise(5 * MIB)]
     assert saved(direct / "first.pt", state).direct
     assert 0.05 < cached(direct / "first.pt") < 0.5  # the trial
@@ -139,11 +139,11 @@ def test_on_a_fast_device_a_save_is_direct(direct: Path, monkeypatch: pytest.Mon
 
 
 def test_saves_do_as_told(direct: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
+    monkeypatch.setattr(linux, "FAST_DEVICE", float("inf"))
     assert saved(direct / "drop.pt", cache="drop").direct
     assert cached(direct / "drop.pt") < 0.1
     assert saved(direct / "direct.pt", direct=True).direct
-    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
+    monkeypatch.setattr(linux, "FAST_DEVICE", 0.0)
     assert not saved(direct / "keep.pt", cache="keep").direct
     assert cached(direct / "keep.pt") > 0.99
 
@@ -160,7 +160,7 @@ def test_a_device_that_fails_while_it_is_written_behind(
         ctypes.set_errno(errno.EIO)
         return -1
 
-    monkeypatch.setattr(caching, "_sync_file_range", failing)
+    monkeypatch.setattr(linux, "_sync_file_range", failing)
     with fast(**SMALL, cache=cache), pytest.raises(WriteError) as caught:
         torch.save([noise(3 * MIB), noise(5 * MIB)], target)
     assert caught.value.errno == errno.EIO

@@ -17,8 +17,7 @@ from support.identity import fast
 from fastserial.errors import WriteError
 from fastserial.files import destination as replacement_module
 from fastserial.files import linux
-from fastserial.files.destination import Replacement, open_path, temporary_name
-from fastserial.files.targets import StockWay
+from fastserial.files.destination import Replacement, StockWay, open_path, temporary_name
 from fastserial.saving.writer import FastFileWriter
 
 

@@ -12,11 +12,11 @@ import torch
 
 from fastserial.checksums import CrcLedger
 from fastserial.formats.extents import Data, Extent, Literal, Trailer
-from fastserial.formats.zip.layout import ZipLayout
+from fastserial.formats.zip_layout import ZipLayout
 from fastserial.memory.buffers import own_buffer
 from fastserial.memory.storages import Batch, HostMemory
 from fastserial.patching import self_check
-from fastserial.saving import torch_writer
+from fastserial.saving.archive import finish_layout
 from fastserial.saving.fill import fill
 
 HAS_ALIGNMENT = hasattr(torch.serialization, "_get_storage_alignment")
@@ -68,7 +68,7 @@ def ours(records: list[tuple[str, bytes | int]], alignment: int, crc: bool = Tru
             layout.add_memory(name, HostMemory(0, data, None), b"", crc=0)
         else:
             layout.add_bytes(name, data, zlib.crc32(data))
-    plan = torch_writer.finish(layout)
+    plan = finish_layout(layout)
     sink = Sink()
     end = 0
     for extent in plan.extents:
@@ -135,7 +135,7 @@ def test_storages_in_one_go(seed: int, crc: bool) -> None:
     if rnd.random() < 0.3:  # as if they were on a device
         addresses = [0] * len(texts)
     layout.add_storages(names, Batch(addresses, [len(t) for t in texts], memories.__getitem__))
-    plan = torch_writer.finish(layout)
+    plan = finish_layout(layout)
     ledger = CrcLedger(plan.sizes, plan.crcs)
     sink = Sink()
     for extent in plan.extents:
@@ -161,7 +161,7 @@ def test_more_records_than_16_bits() -> None:
 
 
 def test_self_check_notices_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastserial.formats.zip.structs._MADE_BY", 0x0314)
+    monkeypatch.setattr("fastserial.formats.zip_layout._MADE_BY", 0x0314)
     reason = self_check.self_check()
     assert reason is not None
     assert torch.__version__ in reason

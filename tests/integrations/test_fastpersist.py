@@ -103,6 +103,8 @@ def test_number_of_writers_does_not_cut_the_file(tmp_path: Path) -> None:
     """DeepSpeedExamples passes 8 from one process."""
     tensor = torch.arange(1000)
     fastpersist_save_legacy(tensor, tmp_path / "a.pt", num_parallel_writers=8)
+    with pytest.raises(ConfigError, match=r"call fastpersist_save\(obj, file_path, group=group\)"):
+        fastpersist_save_legacy(tensor, tmp_path / "b.pt", group=object())  # type: ignore[arg-type]
     assert torch.equal(torch.load(tmp_path / "a.pt"), tensor)
 
 

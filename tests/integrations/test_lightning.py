@@ -16,7 +16,7 @@ import torch
 from support.limits import file_size_limit
 
 import fastserial
-from fastserial import trace
+from fastserial.files.destination import Replacement
 
 pytest.importorskip("lightning", reason="Lightning is not installed: nox -s integrations")
 
@@ -53,13 +53,19 @@ def any_io(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture
-def held() -> Iterator[threading.Event]:
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Saves wait, with their bytes written, until the event is set."""
     go_on = threading.Event()
-    with trace.listen(lambda event: event.name == "fsync" and go_on.wait(60) and None):
-        yield go_on
-        go_on.set()
-        fastserial.wait_all()
+    sync = Replacement.sync
+
+    def wait(new: Replacement) -> None:
+        sync(new)
+        go_on.wait(60)
+
+    monkeypatch.setattr(Replacement, "sync", wait)
+    yield go_on
+    go_on.set()
+    fastserial.wait_all()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from support.runs import Ran, Run
 
 PROGRAM = "lightning_run"
 STEPS = 12
-ALL = ["stock", "fast", "async", "in_place"]
+ALL = ["stock", "fast", "async"]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_the_only_checkpoint_outlives_a_kill(run: Run, unbroken: Any, tmp_path: 
     assert resumed.losses == steps(unbroken(run), 4)
 
 
-@pytest.mark.parametrize("io", ["stock", "fast", "async"])
+@pytest.mark.parametrize("io", ALL)
 def test_ddp(run: Run, unbroken: Any, io: str, tmp_path: Path) -> None:
     """Two gloo processes; the rank that saves is killed, and takes the other with it."""
     folder = tmp_path / "ckpt"

@@ -21,7 +21,7 @@ from support.loading import FORCED, attempt, both, forced, last_report
 import fastserial
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
 from fastserial.formats.source import BytesSource
-from fastserial.formats.zip.directory import read_directory
+from fastserial.formats.zip_format import read_directory
 
 DIRECT, VERIFIED = FORCED["direct"], FORCED["verified"]
 

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import random
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +21,9 @@ from support.loading import last_report
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError, EngineError
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.records import read_places, storage_records
+from fastserial.formats.zip_format import read_places, storage_records
 from fastserial.loading import prefetch as prefetch_module
+from fastserial.loading import session
 from fastserial.loading.prefetch import Prefetch
 from fastserial.loading.reader import FastFileReader
 
@@ -138,6 +140,45 @@ def test_what_a_signal_handler_raises_is_raised(
         monkeypatch.setattr(threads.ThreadsEngine, where, _raising(error))
     with fast(small_file=0), pytest.raises(type(error), match="alarm"):
         torch.load(path)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "module", "function"),
+    [
+        ("zip", session, "_has_room"),
+        ("zip", prefetch_module, "_groups_of"),
+        ("zip", prefetch_module, "new_storage"),
+        ("legacy", session, "_has_room"),
+        ("legacy", session, "storage_sink"),
+    ],
+)
+@pytest.mark.parametrize("error", [RuntimeError("alarm"), OSError(errno.EIO, "alarm")])
+def test_a_handler_may_raise_while_the_read_ahead_is_planned(
+    fmt: str,
+    module: Any,
+    function: str,
+    error: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its error looks like one of torch's or of the disk, and reaches the caller all the same."""
+
+    def interrupted(*args: object, **keywords: object) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    def handler(number: int, frame: object) -> None:
+        raise error
+
+    file = tmp_path / "f.pt"
+    with stock():
+        torch.save([noise(MIB)], file, _use_new_zipfile_serialization=fmt == "zip")
+    monkeypatch.setattr(module, function, interrupted)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with fast(small_file=0), pytest.raises(type(error), match="alarm"):
+            torch.load(file)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("nth", [1, 2])

@@ -18,8 +18,7 @@ from fastserial.engines import Capabilities, Request, threads
 from fastserial.engines.threads import ThreadsEngine, transfer
 from fastserial.errors import CorruptCheckpointError
 from fastserial.loading import pump
-from fastserial.loading.reader import FastFileReader
-from fastserial.loading.sinks import HostSink, ReadExtent
+from fastserial.loading.reader import FastFileReader, HostSink, ReadExtent
 from fastserial.memory.storages import new_storage
 
 SIZE = 9_456_789

@@ -16,8 +16,7 @@ from torch import _weights_only_unpickler as torchs
 from torch import nn
 
 import fastserial
-from fastserial.formats.plain_pickle import plain_pickle
-from fastserial.loading.unpickler import WeightsOnlyUnpickler, unpickler_module
+from fastserial.loading.unpickler import WeightsOnlyUnpickler, plain_pickle, unpickler_module
 
 PLAIN = {
     "tensors": lambda: {f"layer.{i}": torch.arange(i, i + 6.0).view(2, 3) for i in range(9)},

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import fastserial
-from fastserial.saving.extent_writer import ExtentWriter
+from fastserial.progress import ProgressBar
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,8 @@ def _fail() -> None:
 def test_saves_and_loads_pause_the_collector(tmp_path: Path) -> None:
     seen.clear()
     path = tmp_path / "a.pt"
-    torch.save([_Watcher(lambda: seen.append(collects())), torch.ones(4)], path)
+    state = [_Watcher(lambda: seen.append(collects())), torch.ones(3 << 20)]  # no small file
+    torch.save(state, path)
     assert collects()
     torch.load(path, weights_only=False)
     assert collects()
@@ -89,15 +90,13 @@ def test_threads_take_turns_as_before(
 ) -> None:
     sys.setswitchinterval(0.004)
     during: list[float] = []
-    real = ExtentWriter._advance
 
-    def advance(writer: ExtentWriter, length: int) -> None:
+    def update(bar: ProgressBar, length: int) -> None:
         during.append(sys.getswitchinterval())
         if error is not None:
             raise error
-        real(writer, length)
 
-    monkeypatch.setattr(ExtentWriter, "_advance", advance)
+    monkeypatch.setattr(ProgressBar, "update", update)
     with pytest.raises(OSError, match="disk is gone") if error else contextlib.nullcontext():
         torch.save(torch.rand(100_000), tmp_path / "a.pt")
     assert max(during) < 0.004 == sys.getswitchinterval()

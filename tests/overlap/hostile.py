@@ -16,8 +16,7 @@ from torch import nn
 
 import fastserial
 from fastserial.checkpoints.save import write as save_now
-from fastserial.overlap.asynchronous import Kind, start_save
-from fastserial.training.object_states import state_of, states, steady
+from fastserial.training.objects import state_of, states
 
 _WIDTH = 400  # a weight has 625 KiB: more than is copied in any case
 
@@ -39,12 +38,12 @@ class Outcome:
     """What became of the saves.
 
     Attributes:
-        counts: of saved, torn (it raised), and WRONG (the file is not the state at the call).
-        guards: how often a step was held up by copying, by waiting, or not at all.
+        counts: of saved, and WRONG (the file is not the state at the call).
+        kinds: of the snapshots.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
-    guards: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
 
 
 class Hostile:
@@ -97,13 +96,12 @@ class Hostile:
         with torch.no_grad():
             self.dice.choice(things)()
 
-    def save(self, kind: Kind, disturb: bool) -> None:
+    def save(self, disturb: bool) -> None:
         """Save once, and meanwhile train; or change whatever there is, without an optimizer."""
         state = states(self.objects, state_of)
         expected = copy.deepcopy(state)
         budget = self.dice.choice([None, 0, 200_000, 10_000_000])
-        inert = None if disturb else steady(self.objects)  # as a Checkpointer does
-        saving = start_save(state, self.path, kind, budget, steady=inert)
+        saving = fastserial.save_async(state, self.path, snapshot_budget=budget)
         del state
         for _ in range(self.dice.randrange(3)):
             time.sleep(self.dice.choice([0, 0, 0.001, 0.004]))
@@ -113,14 +111,11 @@ class Hostile:
                 self.step()
         try:
             report = saving.wait()
-        except fastserial.TornSnapshotError:
-            self.outcome.counts["torn"] += 1
+        except fastserial.StorageChangedError:  # only without copies
+            self.outcome.counts["resized"] += 1
             return
         assert report.snapshot is not None
-        how = (
-            "copied" if report.snapshot.late_copied else "waited" if report.snapshot.waited else "-"
-        )
-        self.outcome.guards[how] += 1
+        self.outcome.kinds[report.snapshot.kind] += 1
         save_now(expected, str(self.expected))
         same = self.path.read_bytes() == self.expected.read_bytes()
         self.outcome.counts["saved" if same else "WRONG"] += 1

@@ -26,8 +26,6 @@ from fastserial.engines.threads import ThreadsEngine
 from fastserial.files import destination
 from fastserial.overlap import asynchronous
 
-KINDS = ("copy", "in_place")
-
 
 def bytes_of(obj: Any, folder: Path, name: str = "state.pt") -> bytes:
     """What stock torch writes under that name."""
@@ -38,15 +36,15 @@ def bytes_of(obj: Any, folder: Path, name: str = "state.pt") -> bytes:
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("snapshot", ["copy", "in_place"])  # which means the same
 @pytest.mark.parametrize("budget", [None, 0, 500_000])
 @pytest.mark.parametrize("small_file", [0, 8 << 20])
 def test_the_file_is_the_one_that_torch_writes(
-    tmp_path: Path, state: Any, kind: Any, budget: int | None, small_file: int
+    tmp_path: Path, state: Any, snapshot: Any, budget: int | None, small_file: int
 ) -> None:
     path = tmp_path / "state.pt"
     with fastserial.options(small_file=small_file, block_size=65536):
-        saving = fastserial.save_async(state, path, snapshot=kind, snapshot_budget=budget)
+        saving = fastserial.save_async(state, path, snapshot=snapshot, snapshot_budget=budget)
         report = saving.wait()
     assert path.read_bytes() == bytes_of(state, tmp_path)
     assert saving.done()
@@ -56,7 +54,7 @@ def test_the_file_is_the_one_that_torch_writes(
     assert report.path == str(path)
     assert report.bytes == path.stat().st_size
     assert report.snapshot is not None
-    assert report.snapshot.kind == kind
+    assert report.snapshot.kind == ("copy" if budget is None else "blocking")
     assert 0 < report.snapshot.stall <= report.seconds + report.snapshot.stall
 
 
@@ -75,12 +73,12 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", [None, 0])
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.filterwarnings("ignore")
-def test_tensors_of_every_kind(tmp_path: Path, name: str, kind: Any) -> None:
+def test_tensors_of_every_kind(tmp_path: Path, name: str, budget: int | None) -> None:
     obj = ODD[name]()
-    fastserial.save_async(obj, tmp_path / "state.pt", snapshot=kind).wait()
+    fastserial.save_async(obj, tmp_path / "state.pt", snapshot_budget=budget).wait()
     assert (tmp_path / "state.pt").read_bytes() == bytes_of(obj, tmp_path)
 
 
@@ -102,7 +100,7 @@ def test_it_returns_before_the_file_is_there(tmp_path: Path, state: Any, gate: G
 
 def test_a_copy_may_be_changed_at_once(tmp_path: Path, state: Any, gate: Gate) -> None:
     expected = bytes_of(state, tmp_path)
-    saving = fastserial.save_async(state, tmp_path / "state.pt", snapshot="copy")
+    saving = fastserial.save_async(state, tmp_path / "state.pt")
     for tensor in (*state["weights"], *state["small"]):
         tensor.fill_(1)
     state["step"] = 4
@@ -282,7 +280,7 @@ def test_an_error_keeps_nothing_alive(small_disk: Path) -> None:
 
     obj = torch.randn(1_000_000)
     storage = weakref.ref(obj)
-    saving = fastserial.save_async(obj, small_disk / "a.pt", snapshot="in_place")
+    saving = fastserial.save_async(obj, small_disk / "a.pt")
     error = saving.exception()
     assert error is not None
     del obj
@@ -321,7 +319,7 @@ def test_what_is_saved_before_the_call_returns(tmp_path: Path, state: Any) -> No
 
 def test_an_unknown_torch(tmp_path: Path, state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asynchronous, "patched", lambda name: None)
-    saving = fastserial.save_async(state, tmp_path / "a.pt", snapshot="in_place")
+    saving = fastserial.save_async(state, tmp_path / "a.pt")
     state["weights"][0].zero_()
     assert saving.wait().fallback == "this torch stays stock"
 
@@ -385,12 +383,11 @@ def test_the_options_of_the_call_count(tmp_path: Path, state: Any) -> None:
     assert saving.wait().engine == "other"
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_threads_take_turns_quickly_until_the_save_ends(
-    tmp_path: Path, state: Any, gate: Gate, kind: Any
+    tmp_path: Path, state: Any, gate: Gate
 ) -> None:
     usual = sys.getswitchinterval()
-    saving = fastserial.save_async(state, tmp_path / "state.pt", snapshot=kind)
+    saving = fastserial.save_async(state, tmp_path / "state.pt")
     assert gate.stopped.wait(60)
     assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL)
     gate.open.set()

@@ -190,16 +190,13 @@ def test_our_lines_know_the_names_they_use() -> None:
         assert strange_names(swap.original, swap.ours) == set(), swap.name
 
 
-def test_a_changed_torch_does_not_check(torch_copy: Path, tmp_path: Path) -> None:
+def test_a_changed_torch_does_not_check(torch_copy: Path) -> None:
     edit_save(torch_copy)
     source = maintain.open_torch(torch_copy)
     patch, found = choose(source.text, source.version)
     assert patch.is_for(source.version)
     assert [name for name, problem in found.items() if problem] == ["_save"]
     assert "the source of torch.serialization._save is not the one" in (found["_save"] or "")
-    with pytest.raises(PatchError, match="_save"):
-        maintain.write_copies(tmp_path / "out", source)
-    assert not (tmp_path / "out").exists()
 
 
 # --- a new release ---------------------------------------------------------------------------
@@ -289,10 +286,6 @@ def test_cli(torch_copy: Path, folder: Path, tmp_path: Path) -> None:
     assert (report["patch"], report["exact"], report["ok"]) == (name, True, True)
     assert report["functions"] == dict.fromkeys(EDITS)
     assert "the patch applies" in invoke("check")[1]
-
-    code, output = invoke("build", tmp_path / "out", "--torch", torch_copy)
-    assert code == 0
-    assert all(Path(path).is_file() for path in output.split())
 
     edit_save(torch_copy)
     set_version(torch_copy, "99.1.0")

@@ -13,9 +13,11 @@ import torch
 
 import fastserial
 from fastserial.checksums import CrcLedger, crc32
+from fastserial.config import Config
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, ExtentSource, Literal
 from fastserial.memory.storages import storage_memory
-from fastserial.saving import fill
+from fastserial.saving import extent_writer
+from fastserial.saving.extent_writer import ExtentWriter
 
 NOISE = random.Random(7).randbytes(3_000_000)
 
@@ -47,7 +49,9 @@ def test_checksums_where_writes_are_short(tmp_path: Path, monkeypatch: pytest.Mo
             Extent(5 + extent.offset, extent.length, extent.source)
             for extent in one_after_another(*sources)
         ]
-        fill.write_buffered(file.fileno(), extents, ledger, sum(e.length for e in extents))
+        writer = ExtentWriter(file.fileno(), Config())
+        writer.write(extents, ledger)
+        writer.close()
     crc = crc32(NOISE).to_bytes(4, "little")
     assert (tmp_path / "a").read_bytes() == bytes(5) + b"head" + NOISE + b"...." + crc
 
@@ -56,13 +60,13 @@ def test_what_another_thread_may_change_is_copied_before_its_checksum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor = torch.zeros(500_000)
-    real, ended = fill.write_all, threading.Event()
+    real, ended = extent_writer.write_all, threading.Event()
 
     def late(*arguments: Any) -> None:
         tensor.add_(1)
         real(*arguments)
 
-    monkeypatch.setattr(fill, "write_all", late)
+    monkeypatch.setattr(extent_writer, "write_all", late)
     threading.Thread(target=ended.wait, daemon=True).start()
     try:
         fastserial.save({"x": tensor}, tmp_path / "x.pt")

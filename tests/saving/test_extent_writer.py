@@ -18,11 +18,16 @@ from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.formats.extents import DescriptorPatch, Extent, Trailer, clip
-from fastserial.formats.legacy.layout import storage_extents
-from fastserial.formats.zip.layout import ZipLayout, ZipPlan
+from fastserial.formats.extents import (
+    DescriptorPatch,
+    Extent,
+    Trailer,
+    clip,
+    storage_extents,
+)
+from fastserial.formats.zip_layout import ZipLayout, ZipPlan
 from fastserial.memory.storages import storage_batch
-from fastserial.saving import torch_writer
+from fastserial.saving.archive import finish_layout
 from fastserial.saving.extent_writer import ExtentWriter
 
 SEEDS = range(25)
@@ -48,7 +53,7 @@ def zip_plan(random: Random) -> ZipPlan:
     layout.add_bytes("data.pkl", b"pickle", crc32(b"pickle"))
     saved, _ = storages(random)
     layout.add_storages([f"data/{index}" for index in range(len(saved))], storage_batch(saved))
-    return torch_writer.finish(layout)
+    return finish_layout(layout)
 
 
 def options(random: Random) -> Config:

@@ -13,12 +13,11 @@ import pytest
 from fastserial.config import Config
 from fastserial.engines import Capabilities, Request, threads
 from fastserial.engines.threads import ThreadsEngine, transfer
-from fastserial.files import caching
+from fastserial.files import linux
 from fastserial.formats.extents import Extent, Literal
 from fastserial.interrupts import Descriptors
 from fastserial.memory.buffers import BufferPool
-from fastserial.saving.extent_writer import ExtentWriter
-from fastserial.saving.route import Route, choose_route
+from fastserial.saving.extent_writer import ExtentWriter, Route, choose_route
 
 BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 3, "threads": 2}
 
@@ -26,7 +25,7 @@ BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 3
 @pytest.fixture
 def fd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A new file on a device that nobody measured."""
-    monkeypatch.setattr(caching, "_speeds", {})
+    monkeypatch.setattr(linux, "_speeds", {})
     found = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
     yield found
     os.close(found)

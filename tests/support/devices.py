@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from fastserial.checkpoints import tensor_read
-from fastserial.loading import device_records, legacy_storages, reader, sinks
+from fastserial.loading import reader, session
 from fastserial.memory import buffers, devices
 from fastserial.memory.devices import Pinned
 from fastserial.patching import load_hooks
@@ -224,13 +224,11 @@ def loaded_to(
     is_on_host: Callable[[torch.UntypedStorage], bool],
 ) -> None:
     """Let loads take the host's tensors for the device's, but for storages that are on the host."""
-    for module in (legacy_storages, reader, sinks, tensor_read):
+    for module in (session, reader, tensor_read):
         patch.setattr(module, "is_on_host", is_on_host)
-    patch.setattr(legacy_storages, "has_streams", lambda place: True)
+    patch.setattr(session, "has_streams", lambda place: True)
     # nothing of the host's comes for free: a real device's caller is waited for
     patch.setattr(reader, "synchronize", lambda found: device.finish())
     patch.setattr(torch.cpu, "current_device", lambda: 0)
-    patch.setattr(load_hooks, "_names_device", lambda place, *file: place != "cpu")
     patch.setattr(load_hooks, "FEW_LEGACY_BYTES", 0)
-    patch.setattr(device_records, "has_streams", lambda place: True)
-    patch.setattr(device_records, "_HOST", "host")
+    patch.setattr(session, "_HOST", "host")

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastserial
-from fastserial import Checkpointer, TornSnapshotError
+from fastserial import Checkpointer
 from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CheckpointFileError
@@ -431,11 +431,6 @@ def damage(path: Path, how: str, dice: random.Random) -> None:
         path.write_bytes(text)
 
 
-def _is_torn(error: Exception | None) -> bool:
-    """Tell whether a save was torn; other ranks' errors are told by their names."""
-    return isinstance(error, TornSnapshotError) or "TornSnapshotError" in str(error)
-
-
 class Life:
     """A run, its folder, and which steps stock would have left there.
 
@@ -459,7 +454,6 @@ class Life:
         if kind is not None:
             self.arguments |= {"snapshot": kind, "snapshot_budget": budget}
         self.make = checkpointer
-        self.may_tear = kind == "in_place"
         self.held = Held()
         self.whole: dict[
             int, Any
@@ -533,8 +527,6 @@ class Life:
             raise error
 
     def change(self, name: str, seed: int) -> None:
-        if self.may_tear and name in UNSEEN:
-            self.wait()  # in place, the user has to
         torch.manual_seed(seed)
         getattr(self.objects, name)()
 
@@ -544,24 +536,14 @@ class Life:
         metrics = {"loss": _loss(step)}
         saving, error = self._try(lambda: self.checkpointer.save(step, metrics=metrics))
         if error is not None:
-            if self.pending is not None and _is_torn(error):
-                self._torn(error)
-                self.save(gap)  # the error was that of the save before
-            else:
-                self._refused(error)
-                self.resume(step)
+            self._refused(error)
+            self.resume(step)
             return
         assert saving is not None
         if self.pending is not None:
             self._written(another=True)
         self.step, self.pending = step, (step, expected)
         self.counts["saves"] += 1
-
-    def _torn(self, error: Exception | None) -> None:
-        if not self.may_tear:
-            raise Wrong(f"a save failed that a blocking one would have made: {error!r}") from error
-        self.counts["torn"] += 1
-        self.pending = None
 
     def wait(self, close: bool = False) -> None:
         assert self.checkpointer is not None
@@ -570,8 +552,6 @@ class Life:
         _, error = self._try(end)
         if error is None and self.pending is not None:
             self._written()
-        elif _is_torn(error):
-            self._torn(error)
         elif error is not None:
             self._refused(error)
             self.pending = None
@@ -647,9 +627,8 @@ class Life:
                     self.folder, objects.state, per_rank=objects.per_rank, **arguments
                 )
                 checkpointer.save(step, metrics={"loss": _loss(step)})
-                if not self.may_tear:
-                    torch.manual_seed(seed)
-                    self.objects.climb_by_data()
+                torch.manual_seed(seed)
+                self.objects.climb_by_data()
                 self.held.release()
                 time.sleep(delay)
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -93,13 +93,13 @@ def last_report() -> LoadReport:
 @contextlib.contextmanager
 def forced(monkeypatch: pytest.MonkeyPatch, large: int) -> Iterator[None]:
     """No way out for many small records, and memory of their own from `large` bytes on."""
-    from fastserial.loading import planner, prefetch
+    from fastserial.loading import prefetch, reader
     from fastserial.patching import load_hooks
 
     with monkeypatch.context() as patch:
         patch.setattr(load_hooks, "FEW_BYTES", 0)
         patch.setattr(load_hooks, "FEW_LEGACY_BYTES", 0)
-        for module in (planner, prefetch):
+        for module in (reader, prefetch):
             patch.setattr(module, "IN_PLACE", large)
         yield
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.beside import OPTIMIZERS, Gate
+from support.beside import OPTIMIZERS
 from torch import nn
 
 import fastserial
@@ -56,10 +56,9 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["copy", "in_place"])
-def test_it_goes_on_bit_for_bit(tmp_path: Path, optimizer: str, kind: Any) -> None:
+def test_it_goes_on_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
     first = Run(optimizer)
-    with Checkpointer(tmp_path, first.state, snapshot=kind) as checkpointer:
+    with Checkpointer(tmp_path, first.state) as checkpointer:
         assert checkpointer.resume() == 0
         for step in range(1, 4):
             first.step()
@@ -271,56 +270,12 @@ def test_a_step_is_a_whole_number_of_any_type(tmp_path: Path, kind: Callable[[in
 def test_check_tells_what_could_not_be_resumed_from(tmp_path: Path) -> None:
     state = {"best": np.float64(0.5), "x": torch.ones(3)}
     with Checkpointer(tmp_path, state) as checkpointer:
-        with pytest.raises(fastserial.ConfigError, match=r"best \(numpy.float64\)"):
+        with pytest.raises(fastserial.ConfigError, match=r"best: .*numpy"):
             checkpointer.check()
         state["best"] = 0.5
         assert checkpointer.check()
     with Checkpointer(tmp_path, {"x": Custom()}, weights_only=False) as checkpointer:
         assert checkpointer.check()
-
-
-def first_step(model: nn.Module) -> None:
-    """As SAM climbs before its second pass."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(parameter.sign(), alpha=0.1)
-
-
-def test_in_place_copies_what_no_optimizer_owns(tmp_path: Path, gate: Gate) -> None:
-    """A momentum encoder inside the trained module, as in BYOL and MoCo."""
-    trained, momentum = nn.Linear(300, 300), nn.Linear(300, 300)
-    model = nn.ModuleDict({"trained": trained, "momentum": momentum})
-    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-    expected = momentum.weight.detach().clone()
-    state = {"model": model, "optimizer": optimizer}
-    with Checkpointer(tmp_path, state, snapshot="in_place") as checkpointer:
-        checkpointer.save(1)
-        assert gate.stopped.wait(60)
-        momentum.weight.data.lerp_(trained.weight.data, 0.5)
-        gate.open.set()
-    assert torch.equal(
-        torch.load(tmp_path / "step-00000001.pt")["model"]["momentum.weight"], expected
-    )
-
-
-def test_after_a_torn_snapshot_tensors_are_copied(tmp_path: Path, gate: Gate) -> None:
-    run = Run()
-    checkpointer = Checkpointer(tmp_path, run.state, snapshot="in_place")
-    checkpointer.save(1)
-    assert gate.stopped.wait(60)
-    first_step(run.model)
-    gate.open.set()
-    with (
-        pytest.warns(RuntimeWarning, match="later checkpoints copy them"),
-        pytest.raises(fastserial.TornSnapshotError, match=r"step-00000001\.pt.*nothing was saved"),
-    ):
-        checkpointer.save(2)
-    saving = checkpointer.save(2)
-    first_step(run.model)
-    checkpointer.close()
-    assert saving is not None
-    assert saving.wait().snapshot.kind == "copy"
-    assert names(tmp_path) == ["step-00000002.pt"]
 
 
 class Loader:
@@ -477,11 +432,7 @@ def test_the_first_save_warns_of_what_weights_only_refuses(tmp_path: Path) -> No
     text = str(caught[0].message)
     assert len(caught) == 1
     assert caught[0].filename == __file__
-    for name in (
-        "best (numpy.float64)",
-        "nest['queue'] (collections.deque)",
-        "['lr'] (numpy.float32)",
-    ):
+    for name in ("best: ", "nest: ", "collections.deque", "optimizer: "):
         assert name in text
     assert "sizes" not in text
 

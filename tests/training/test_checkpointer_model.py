@@ -11,7 +11,6 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,7 +43,7 @@ from support.lives import (
 )
 
 from fastserial import Checkpointer
-from fastserial.overlap import guard, snapshot
+from fastserial.overlap.snapshot import Snapshot
 
 SPECS = st.builds(
     Spec,
@@ -69,8 +68,6 @@ KINDS = st.sampled_from(
         (None, None),
         ("copy", 0),
         ("copy", 100_000),
-        ("in_place", None),
-        ("in_place", 0),
     ]
 )
 SEEDS = st.integers(0, 999)
@@ -161,7 +158,6 @@ def run(
 pytestmark = [
     pytest.mark.timeout(7200),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
-    pytest.mark.filterwarnings("ignore:.*tensors were changed while a checkpoint read them"),
     # a damaged one, beside which another process saves
     pytest.mark.filterwarnings("ignore:.*holds later checkpoints than"),
 ]
@@ -184,11 +180,10 @@ def test_a_broken_checkpointer_is_noticed(name: str) -> None:
         run(CONTROLS[name], FIRST_FAILURE)
 
 
-def test_saves_in_place_without_guards_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "protect", lambda taken: None)
-    monkeypatch.setattr(snapshot.Snapshot, "_has_changed", lambda self: False)
+def test_saves_without_copies_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Snapshot, "take", lambda self, parts: None)
     with pytest.raises((Wrong, Flaky)):  # threads are not the same twice
-        run(partial(Checkpointer, snapshot="in_place"), FIRST_FAILURE, kind=(None, None))
+        run(Checkpointer, FIRST_FAILURE, kind=(None, None))
 
 
 def counted(out: str) -> dict[str, int]:

@@ -43,7 +43,7 @@ def test_only(folder: Path) -> None:
         with pytest.raises(LoadMismatchError, match="no state of new"):
             checkpointer.resume()
         assert checkpointer.resume(only=["model", "epoch"]) == 5
-        assert checkpointer.resumed == fastserial.training.partial.ResumeReport(
+        assert checkpointer.resumed == fastserial.training.objects.ResumeReport(
             5, str(folder / "step-00000005.pt")
         )
         with pytest.raises(fastserial.ConfigError, match="nothing"):
@@ -124,7 +124,7 @@ class Custom:
 def test_per_rank_is_warned_of_what_weights_only_refuses(tmp_path: Path) -> None:
     with (
         Checkpointer(tmp_path, {}, per_rank={"loader": {"it": Custom()}}) as checkpointer,
-        pytest.warns(UserWarning, match=r"loader\['it'\]"),
+        pytest.warns(UserWarning, match=r"loader: .*Custom"),
     ):
         checkpointer.save(1)
 
@@ -137,7 +137,7 @@ def test_a_dictionary_that_torch_cannot_fill_is_warned_of(tmp_path: Path) -> Non
     with (
         torch.serialization.safe_globals([Nested]),
         Checkpointer(tmp_path, {"nest": Nested(a=1)}) as checkpointer,
-        pytest.warns(UserWarning, match=r"nest \(.*Nested\)"),
+        pytest.warns(UserWarning, match=r"nest: .*Nested"),
     ):
         checkpointer.save(1)
 

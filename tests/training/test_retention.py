@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import fastserial
 from fastserial import Checkpointer
 from fastserial.training import checkpointer as module
-from fastserial.training.retention import Retention, seconds_of
+from fastserial.training.folder import Retention, seconds_of
 
 
 def names(folder: Path) -> list[str]:

@@ -11,19 +11,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from time import perf_counter
 
-from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.file_list import is_file_list, verify_file_list
 from fastserial.checkpoints.verify.folder import verify_folder
 from fastserial.checkpoints.verify.report import Problem, VerifyReport
-from fastserial.checkpoints.verify.zip import verify_zip
+from fastserial.checkpoints.verify.zip import FilePart, verify_zip
 from fastserial.config import Config, current
 from fastserial.errors import (
     CorruptCheckpointError,
     PickleLimitError,
     UnreadableCheckpointError,
 )
-from fastserial.files.caching import cached_fraction
-from fastserial.files.linux import synced
+from fastserial.files.linux import cached_fraction, synced
 from fastserial.files.sources import stamp
 from fastserial.formats.container import (
     Format,
@@ -83,7 +81,7 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
                 fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
             before = os.fstat(fd)
             report.bytes, seen = before.st_size, stamp(fd, before)
-            found = detect(fd, name)
+            found = detect(DescriptorSource(fd), name)
             if found is Format.DCP:
                 changed = verify_folder(name, settings, report)
             else:

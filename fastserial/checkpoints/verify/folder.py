@@ -7,17 +7,16 @@ from collections import Counter
 from dataclasses import replace
 from math import prod
 
-from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.report import Problem, VerifyReport
-from fastserial.checkpoints.verify.zip import verify_zip
+from fastserial.checkpoints.verify.zip import FilePart, verify_zip
 from fastserial.checksums import crc_mismatch
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.container import FolderContainer, ZipContainer
 from fastserial.formats.dcp import Item, Metadata
-from fastserial.formats.zip.structs import END, END_SIGNATURE, LOCAL_SIGNATURE
+from fastserial.formats.zip_format import END, END_SIGNATURE, LOCAL_SIGNATURE
 from fastserial.interrupts import Descriptors
-from fastserial.progress import progress_bar
+from fastserial.progress import ProgressBar
 
 _SHOWN = 3
 _FEWER_BYTES = "it has fewer bytes than its shape says"
@@ -97,7 +96,7 @@ class _ItemChecks:
 
     def __init__(self, path: str, config: Config, report: VerifyReport) -> None:
         self._path = path
-        self._bar = progress_bar(config.progress, path)
+        self._bar = ProgressBar(path if config.progress else None)
         self._config = replace(config, progress=False)  # all items have one bar
         self._report = report
         self._counts: Counter[str] = Counter()

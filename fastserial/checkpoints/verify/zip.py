@@ -2,49 +2,126 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickletools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.report import Problem, VerifyReport
-from fastserial.checksums import crc32, crc_mismatch
+from fastserial.checksums import CrcLedger, crc32, crc_mismatch
+from fastserial.config import Config
+from fastserial.config.performance import STREAM_CHUNK
 from fastserial.errors import (
     CheckpointFileError,
     CorruptCheckpointError,
     PickleLimitError,
-    UnreadableCheckpointError,
+    TransferAbandonedError,
 )
-from fastserial.formats.source import Source
-from fastserial.formats.storages import ITEM_BYTES
-from fastserial.formats.tensors import Outline, zip_outline
-from fastserial.formats.zip import structs
-from fastserial.formats.zip.directory import (
+from fastserial.formats import zip_format, zip_layout
+from fastserial.formats.source import BytesSource, DescriptorSource, Source
+from fastserial.formats.tensors import ITEM_BYTES, Outline, zip_outline
+from fastserial.formats.zip_format import (
+    DEFLATED,
+    FIELD,
+    LOCAL,
+    PICKLE,
+    U16,
+    U32,
+    UTF8,
     Directory,
     LocalHeader,
     RecordEntry,
+    is_part,
     parse_local_header,
     read_directory,
+    read_record,
 )
-from fastserial.formats.zip.records import PICKLE, is_part, read_record
-from fastserial.formats.zip.structs import DEFLATED, FIELD, LOCAL, U16, U32, UTF8
+from fastserial.loading.reader import CheckedSink, FastFileReader, ReadExtent
+
+Span = tuple[int, int]  # the first byte, and how many
+
+
+class FilePart:
+    """All bytes of an open file, or some: one checkpoint.
+
+    Attributes:
+        source: the bytes.
+    """
+
+    def __init__(
+        self, fd: int, name: str, config: Config, start: int = 0, size: int | None = None
+    ) -> None:
+        """Take `size` bytes from byte `start` on; what is no larger than a block is read at once.
+
+        Args:
+            fd: the file's descriptor, which its owner closes.
+            name: its path, for errors.
+            config: block size, queue depth and threads.
+
+        Raises:
+            TruncatedCheckpointError: the file ends before.
+        """
+        self._fd, self._name, self._start = fd, name, start
+        # any file can be verified, whatever engine is configured for saves
+        self._config = replace(config, engine="threads", cache="drop", small_file=0)
+        self.source: Source = DescriptorSource(fd, start, size)
+        self._is_small = self.source.size <= config.block_size
+        if self._is_small:
+            with contextlib.suppress(OSError):  # then it is read record by record
+                self.source = BytesSource(self.source.read_at(0, self.source.size))
+
+    def checksums(self, spans: Sequence[Span]) -> list[int | OSError | None]:
+        """Return the CRC-32 of each span, an error if it cannot be read, None if it is cut short.
+
+        Args:
+            spans: in the order of the file, without overlaps.
+        """
+        if self._is_small:
+            return [self._alone(start, nbytes) for start, nbytes in spans]
+        ledger = CrcLedger([nbytes for _, nbytes in spans], [None] * len(spans))
+        extents = [
+            ReadExtent(self._start + start, nbytes, CheckedSink(None, ledger, index))
+            for index, (start, nbytes) in enumerate(spans)
+        ]
+        try:
+            with FastFileReader(self._fd, self._config, self._name) as reader:
+                reader.read_into(extents)
+        except CorruptCheckpointError:  # it became shorter
+            ledger.fail()
+        except OSError:
+            return [self._alone(start, nbytes) for start, nbytes in spans]
+        return [_crc_of(ledger, index) if nbytes else 0 for index, (_, nbytes) in enumerate(spans)]
+
+    def _alone(self, start: int, nbytes: int) -> int | OSError | None:
+        """Return the CRC-32 of a span of a file some of which cannot be read."""
+        crc = 0
+        try:
+            for at in range(start, start + nbytes, STREAM_CHUNK):
+                length = min(STREAM_CHUNK, start + nbytes - at)
+                crc = crc32(self.source.read_at(at, length), crc)
+        except CorruptCheckpointError:
+            return None
+        except OSError as error:
+            return error
+        return crc
+
+
+def _crc_of(ledger: CrcLedger, index: int) -> int | None:
+    try:
+        return ledger.wait(index)
+    except TransferAbandonedError:
+        return None
+
 
 _PLAIN = (0, 0, 0, 0, 0, 0, 0)
 _IS_FOLDER = 0x10  # in the external attributes
 _DEFLATED = (0, 20, 0, 0, 0, 0, 0)  # the code in a TorchScript archive
 # A descriptor, a header, a name and an extra field of the greatest lengths.
-_LONGEST_GAP = structs.DESCRIPTOR64.size + LOCAL.size + 2 * U16
+_LONGEST_GAP = zip_format.DESCRIPTOR64.size + LOCAL.size + 2 * U16
 _STORAGE = re.compile(r"data/\d+")
 _VERSIONS = ("version", ".data/version")
-# Records of archives of torch that are no checkpoints, and what reads these.
-_OTHERS = {
-    ".data/extern_modules": "torch.package.PackageImporter",
-    ".data/python_version": "torch.package.PackageImporter",
-    "archive_format": "torch.export.load",
-    "serialized_exported_program.json": "torch.export.load",
-}
 _MOST_VERSION = 64
 _MOST_PICKLE = _MOST_INFLATED = 256 * 1024 * 1024
 
@@ -53,21 +130,15 @@ def verify_zip(archive: FilePart, report: VerifyReport) -> None:
     """Check every record's CRC-32 and the whole structure of a zip archive.
 
     Raises:
-        TruncatedCheckpointError: the file becomes shorter.
+        CorruptCheckpointError: its directory is damaged, or it becomes shorter.
+        UnreadableCheckpointError: its directory cannot be read, so it may be whole.
         OSError: the file's directory cannot be read.
     """
     source, report.format = archive.source, "zip"
-    try:
-        directory = read_directory(source, headers=False)
-        torch_made = _is_torch_made(source, directory)
-        if not torch_made:
-            directory = read_directory(source)
-    except UnreadableCheckpointError as error:  # it may be whole: that cannot be decided
-        report.undecided(error.message)
-        return
-    except CorruptCheckpointError as error:
-        report.add_error(error)
-        return
+    directory = read_directory(source, headers=False)
+    torch_made = _is_torch_made(source, directory)
+    if not torch_made:
+        directory = read_directory(source)
     records = directory.in_file_order()
     report.records = len(records)
     crcs = archive.checksums([(record.data_offset, record.compressed_size) for record in records])
@@ -207,7 +278,7 @@ def _stamp(record: RecordEntry) -> tuple[int, ...]:
 
 
 def _flags(record: RecordEntry) -> int:
-    return UTF8 | structs.HAS_DESCRIPTOR if record.size else UTF8
+    return UTF8 | zip_format.HAS_DESCRIPTOR if record.size else UTF8
 
 
 def _is_torch_made(source: Source, directory: Directory) -> bool:
@@ -244,12 +315,12 @@ def _compare_with_torch(source: Source, directory: Directory) -> Iterator[Proble
         OSError: the end of the file cannot be read.
     """
     for record in directory.records:
-        wide = structs.zip64_field(record.size, record.compressed_size, record.header_offset)
+        wide = zip_layout.zip64_field(record.size, record.compressed_size, record.header_offset)
         sound = _is_plain(record) and record.extra == wide and (record.size or not record.crc)
         if not sound:
             yield Problem("directory", "fields of its entry are damaged", record.name)
     size, offset = directory.end.directory_size, directory.end.directory_offset
-    expected = structs.end_records(len(directory.records), size, offset)
+    expected = zip_layout.end_records(len(directory.records), size, offset)
     start = offset + size
     if source.read_at(start, min(len(expected), directory.size - start)) != expected:
         yield Problem("directory", "the records at the end of the file are damaged", None, start)
@@ -282,7 +353,7 @@ def _check_gap(
     descriptor = b""
     if before is not None and before.has_descriptor:
         sizes = before.compressed_size, before.size
-        descriptor = structs.descriptor(before.crc, *sizes, before.header_offset)
+        descriptor = zip_layout.descriptor(before.crc, *sizes, before.header_offset)
     header = after.header_offset - start if after is not None else len(data)
     if before is not None and data[: min(header, len(descriptor))] != descriptor:
         text = "its data descriptor is not what the directory says"
@@ -298,13 +369,13 @@ def _check_gap(
 
 def _header(record: RecordEntry, length: int) -> bytes | None:
     """Return the local header of `length` bytes that torch writes, None if there is none."""
-    zip64 = len(structs.zip64_field(record.size, 0, record.header_offset))
+    zip64 = len(zip_layout.zip64_field(record.size, 0, record.header_offset))
     extra = length - LOCAL.size - len(record.full_name)
     padding = extra - zip64 - FIELD.size
     if padding < 0 or extra > U16:
         return None
-    kind = record.flags, record.method, record.stamp[1]
-    return structs.local_header(record.full_name, record.size, record.header_offset, padding, *kind)
+    size, kind = record.size, (record.flags, record.method, record.stamp[1])
+    return zip_layout.local_header(record.full_name, size, record.header_offset, padding, *kind)
 
 
 def _check_loosely(source: Source, directory: Directory) -> Iterator[Problem]:
@@ -328,7 +399,7 @@ def _check_loosely(source: Source, directory: Directory) -> Iterator[Problem]:
     if not end.agrees:
         yield Problem("directory", "the end records disagree", None, end.offset)
     if (
-        int.from_bytes(source.read_at(end.offset + structs.END.size - 2, 2), "little")
+        int.from_bytes(source.read_at(end.offset + zip_format.END.size - 2, 2), "little")
         > end.trailing
     ):
         yield Problem("truncated", "its comment is cut short", None, end.offset)
@@ -336,11 +407,11 @@ def _check_loosely(source: Source, directory: Directory) -> Iterator[Problem]:
 
 def _contradiction(header: LocalHeader, record: RecordEntry) -> str | None:
     """Return what differs between a local header and the directory; torch reads both."""
-    if header.method != record.method or (header.flags ^ record.flags) & structs.REFUSED:
+    if header.method != record.method or (header.flags ^ record.flags) & zip_format.REFUSED:
         return "its local header has another compression than the directory"
-    if header.flags & structs.HAS_DESCRIPTOR:
+    if header.flags & zip_format.HAS_DESCRIPTOR:
         return None  # sizes and CRC follow the data
-    wide = structs.zip64_values(header.extra)
+    wide = zip_format.zip64_values(header.extra)
     sizes = [
         wide.pop(0) if size == U32 and wide else size
         for size in (header.size, header.compressed_size)
@@ -361,7 +432,6 @@ def _check_purpose(source: Source, directory: Directory, report: VerifyReport) -
     """
     records = directory.records
     names = {record.name for record in records}
-    reader = next((_OTHERS[name] for name in _OTHERS if name in names), None)
     # torch takes the folder of all records from the first one
     inside = b"/" in records[0].full_name
     if not inside and any(record.full_name == PICKLE.encode() for record in records):
@@ -370,8 +440,6 @@ def _check_purpose(source: Source, directory: Directory, report: VerifyReport) -
     elif PICKLE in names:
         for problem in _checkpoint(source, directory, names):
             report.add(problem)
-    elif reader is not None:
-        report.notes.append(f"torch.load does not read this archive, {reader} does")
     elif any(_STORAGE.fullmatch(name) for name in names):
         report.add(Problem("pickle", "there is no such record: torch cannot load it", PICKLE))
     else:

@@ -7,8 +7,7 @@ from __future__ import annotations
 # middle of a save, 4 of 5 runs ended so; with this line 2 of 12. `gc.collect()` helps.
 import torch.distributed.tensor  # noqa: F401
 
-from fastserial.distributed.dcp.load_planner import FastLoadPlanner
-from fastserial.distributed.dcp.save_planner import FastSavePlanner
+from fastserial.distributed.dcp.planners import FastLoadPlanner, FastSavePlanner
 from fastserial.distributed.dcp.storage_reader import FastStorageReader
 from fastserial.distributed.dcp.storage_writer import FastStorageWriter
 

@@ -1,42 +1,216 @@
-"""The layout of a rank's file: one item after the other, small ones written together.
+"""The layout of a rank's file: one item after the other, each tensor an archive of `torch.save`.
 
-Each tensor is an archive of `torch.save`.
+torch pickles one tensor of each kind, over memory that is never touched. Archives of similar
+tensors differ only in the data and in what follows from its CRC-32.
 """
 
 from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fastserial.checkpoints.tensor_read import is_dense
 from fastserial.checksums import CrcLedger, crc32
-from fastserial.config.performance import PACKED_BYTES, PACKED_STORAGE
 from fastserial.distributed.dcp.folder import storage_info
-from fastserial.distributed.dcp.item_layout import NO_FRAME, Frame, TensorBytes, bytes_of, frame_of
+from fastserial.distributed.ranks.exchange import GatheredMemory
 from fastserial.errors import LayoutError
 from fastserial.formats.dcp import Known
-from fastserial.formats.extents import Data, Extent, Literal, Made
-from fastserial.formats.zip.layout import lookalike_of
-from fastserial.memory.storages import bytes_at, host_bytes
+from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Made, Trailer
+from fastserial.formats.zip_layout import ZipLayout, lookalike_of
+from fastserial.memory.storages import HostMemory, Memory, bytes_at, host_bytes
+from fastserial.memory.untouched import Untouched
 from fastserial.patching.self_check import self_check
-from fastserial.saving import torch_writer
+from fastserial.saving.archive import checksums_wanted, finish_layout, storage_alignment
 
 _HEAD = 8  # bytes of a tensor that torch may take for a data descriptor
+_ARCHIVE = "archive"  # torch's name for what goes to a stream
+_PROTOCOL = 2  # torch.save's default
 
 
-class ItemBatch(NamedTuple):
-    """What was laid out and is to be written next: `nbytes` in extents from byte 0 on."""
+class TensorBytes(NamedTuple):
+    """A tensor as it is written to a file.
 
-    extents: list[Extent]
+    Attributes:
+        memory: its bytes, in the order in which they are saved.
+        nbytes: how many.
+        strides: of the tensor that is loaded from them (elements).
+        address: of the memory on the host, 0 if the bytes are not contiguous there.
+    """
+
+    memory: Memory
     nbytes: int
-    ledger: CrcLedger
-    storages: list[torch.UntypedStorage]
+    strides: tuple[int, ...]
+    address: int
+
+
+def bytes_of(tensor: torch.Tensor) -> TensorBytes | None:
+    """Return the bytes that `torch.save` would write of a tensor alone in its storage.
+
+    None if only torch can save it: a sparse tensor, a subclass, one with lazy conjugation.
+    """
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.is_nested
+        or tensor.device.type == "meta"
+    ):
+        return None
+    nbytes = tensor.numel() * tensor.itemsize
+    dense = tensor.is_contiguous() or is_dense(tensor)
+    if dense:
+        strides = tensor.stride()
+        if tensor.device.type == "cpu":
+            address = tensor.data_ptr()
+            return TensorBytes(HostMemory(address, nbytes, tensor), nbytes, strides, address)
+    elif tensor.untyped_storage().nbytes() == nbytes:
+        return None  # it is saved with its overlaps and gaps
+    else:
+        strides = torch.empty_like(tensor, device="meta").stride()
+    memory = GatheredMemory(tensor.permute(outermost_first(strides)), 0, nbytes)
+    return TensorBytes(memory, nbytes, strides, 0)
+
+
+def outermost_first(strides: Sequence[int]) -> list[int]:
+    """Return the dimensions of a dense tensor in memory order."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+# -- the archive around a tensor -------------------------------------------------------------------
+
+
+class Frame:
+    """The bytes before and after a tensor's data.
+
+    Attributes:
+        head: before the data.
+        tail_nbytes: how many bytes follow it.
+    """
+
+    def __init__(self, extents: Sequence[Extent], crcs: Sequence[int | None]) -> None:
+        """Take the extents of an archive with one tensor, and the CRC-32s of its records."""
+        sources = [extent.source for extent in extents]
+        data = next((n for n, one in enumerate(sources) if isinstance(one, Data)), len(sources))
+        self._crcs = crcs
+        self._after = sources[data + 1 :]
+        self.head = b"".join(bytes(one.data) for one in sources[:data] if isinstance(one, Literal))
+        self.tail_nbytes = sum(one.length for one in self._after)
+
+    def tail(self, crc: int) -> bytes:
+        """Return the bytes behind the data, whose CRC-32 is `crc`."""
+        crcs = [crc if known is None else known for known in self._crcs]
+        parts: list[bytes] = []
+        for source in self._after:
+            if isinstance(source, Trailer):
+                parts.append(source.make(crcs))
+            elif isinstance(source, Literal):
+                parts.append(bytes(source.data))
+            elif isinstance(source, DescriptorPatch):
+                digits, at = crc.to_bytes(4, "little"), source.at
+                parts.append(source.data[:at] + digits + source.data[at + 4 :])
+        return b"".join(parts)
+
+
+@functools.lru_cache(maxsize=1024)
+def frame_of(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    alignment: int,
+    checksums: bool,
+    first_bytes: bytes = b"",
+) -> Frame:
+    """Return what `torch.save` would put around the bytes of a tensor that is alone in its storage.
+
+    Args:
+        dtype, shape, strides: of the tensor.
+        alignment: of the data, in the archive (bytes).
+        checksums: whether there are CRC-32s.
+        first_bytes: the first 8 bytes of the data if they begin like a zip data descriptor: torch
+            takes them for one.
+
+    Raises:
+        LayoutError: torch writes a tensor with several storages.
+    """
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    untouched = Untouched(nbytes, 1)
+    try:
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
+        tensor.set_(untouched.storage(nbytes), 0, shape, strides)
+        archive = _RecordLayout(ZipLayout(_ARCHIVE, alignment, checksums), first_bytes)
+        save: Any = torch.serialization._save
+        save(tensor, archive, pickle, _PROTOCOL, False)
+        del tensor
+    finally:
+        untouched.close()
+    plan = finish_layout(archive.layout)
+    return Frame(plan.extents, plan.crcs)
+
+
+class _RecordLayout:
+    """Takes records in place of torch's PyTorchFileWriter, and writes nothing."""
+
+    def __init__(self, layout: ZipLayout, first_bytes: bytes) -> None:
+        self.layout = layout
+        self._first_bytes = first_bytes
+        self._has_data = False
+
+    def archive_name(self) -> str:
+        return _ARCHIVE
+
+    def write_record(self, name: str, data: Any, size: int) -> None:
+        if isinstance(data, str):
+            data = data.encode()
+        if isinstance(data, bytes | bytearray | memoryview):
+            text = bytes(data[:size])
+            self.layout.add_bytes(name, text, crc32(text))
+            return
+        if self._has_data:
+            raise LayoutError("torch saves one tensor with several storages")
+        self._has_data = True
+        self.layout.add_memory(name, HostMemory(0, size, None), self._first_bytes)
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+class _TensorSums:
+    """Sizes and checksums of a batch's tensors. It refers to no memory, which would stay else."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.ledger = CrcLedger((), ())
+
+
+class ItemBatch:
+    """Items that are written together.
+
+    Attributes:
+        extents, nbytes: of them, from byte 0 on.
+        storages: of the tensors.
+        sums: their checksums.
+    """
+
+    def __init__(self) -> None:
+        self.extents: list[Extent] = []
+        self.nbytes = 0
+        self.storages: list[torch.UntypedStorage] = []
+        self.sums = _TensorSums()
+
+    def put(self, source: Literal | Data | Made) -> None:
+        """Append bytes."""
+        self.extents.append(Extent(self.nbytes, source.length, source))
+        self.nbytes += source.length
 
 
 @dataclass(slots=True)
@@ -56,32 +230,6 @@ class _PlacedItem:
     crc: int = 0
 
 
-class _SmallItem(NamedTuple):
-    """An item that is written together with its neighbours.
-
-    Attributes:
-        placed: where it is.
-        frame: what surrounds it.
-        data: its bytes, or where they lie on the host; `nbytes` of them.
-        owner: what keeps that memory alive.
-    """
-
-    placed: _PlacedItem
-    frame: Frame
-    data: bytes | int
-    nbytes: int
-    owner: object
-
-
-class _LargeItems:
-    """The large tensors of a batch; each has a record in the ledger of its checksums."""
-
-    def __init__(self) -> None:
-        self.placed: list[_PlacedItem] = []
-        self.sizes: list[int] = []
-        self.ledger = CrcLedger((), ())
-
-
 class ShardLayout:
     """Lays items out one after the other. `take` returns what is to be written next."""
 
@@ -98,21 +246,12 @@ class ShardLayout:
         """
         self._bytes_of = bytes_of
         self._name = name
-        self._checksums = torch_writer.checksums_wanted()
-        self._alignment = torch_writer.alignment()
+        self._checksums = checksums_wanted()
+        self._alignment = storage_alignment()
         self._is_zip_known = _is_zip_known()
         self._end = 0
         self._placed: list[_PlacedItem] = []
-        self._batches: list[_LargeItems] = []
-        self._start_batch()
-
-    def _start_batch(self) -> None:
-        self._start = self._end
-        self._extents: list[Extent] = []
-        self._storages: list[torch.UntypedStorage] = []
-        self._small: list[_SmallItem] = []
-        self._small_nbytes = 0
-        self._large = _LargeItems()
+        self._batch = ItemBatch()
 
     def add(self, item: WriteItem, data: torch.Tensor | io.BytesIO, planned: bool = True) -> None:
         """Append an item; its memory must stay as it is until the batch is written.
@@ -141,19 +280,13 @@ class ShardLayout:
 
     def take(self) -> ItemBatch:
         """Return what was laid out since the last call."""
-        self._end_small()
-        large = self._large
-        large.ledger = CrcLedger(large.sizes, [None] * len(large.sizes))
-        self._batches.append(large)
-        batch = ItemBatch(self._extents, self._end - self._start, large.ledger, self._storages)
-        self._start_batch()
+        batch, self._batch = self._batch, ItemBatch()
+        sizes = batch.sums.sizes
+        batch.sums.ledger = CrcLedger(sizes, [None] * len(sizes))
         return batch
 
     def results(self) -> list[WriteResult]:
         """Return where the items are, once all of them are written."""
-        for large in self._batches if self._checksums else ():
-            for record, placed in enumerate(large.placed):
-                placed.crc = large.ledger.wait(record)
         return [self._result(placed) for placed in self._placed]
 
     def _result(self, placed: _PlacedItem) -> WriteResult:
@@ -162,8 +295,6 @@ class ShardLayout:
             known = Known(placed.start, placed.crc if self._checksums else None, placed.strides)
         info = storage_info(self._name, placed.offset, placed.length, known)
         return WriteResult(index=placed.item.index, size_in_bytes=placed.length, storage_data=info)
-
-    # -- one item ------------------------------------------------------------------------------
 
     def _frame(self, tensor: torch.Tensor, found: TensorBytes) -> Frame | None:
         """Return what surrounds a tensor's bytes; None if only torch knows."""
@@ -191,14 +322,8 @@ class ShardLayout:
         return placed
 
     def _add_bytes(self, item: WriteItem, data: bytes, start: int | None) -> None:
-        length = len(data)
-        placed = self._place(item, length, start)
-        if length <= PACKED_STORAGE:
-            self._add_small(_SmallItem(placed, NO_FRAME, data, length, None))
-            return
-        self._end_small()
-        placed.crc = crc32(data) if self._checksums else 0
-        self._put(placed.offset, Literal(data))
+        self._place(item, len(data), start).crc = crc32(data) if self._checksums else 0
+        self._batch.put(Literal(data))
 
     def _add_tensor(
         self,
@@ -208,53 +333,25 @@ class ShardLayout:
         frame: Frame,
         planned: bool,
     ) -> None:
-        nbytes, head_nbytes = found.nbytes, len(frame.head)
+        batch, sums, checksums = self._batch, self._batch.sums, self._checksums
+        nbytes, start = found.nbytes, len(frame.head)
         strides = None if tensor.is_contiguous() else found.strides
-        start = head_nbytes if planned else None
-        placed = self._place(item, head_nbytes + nbytes + frame.tail_nbytes, start, strides)
-        if nbytes == 0 or (found.address and nbytes <= PACKED_STORAGE):
-            self._add_small(_SmallItem(placed, frame, found.address, nbytes, tensor))
+        length = start + nbytes + frame.tail_nbytes
+        placed = self._place(item, length, start if planned else None, strides)
+        batch.put(Literal(frame.head))
+        if not nbytes:
             return
-        self._end_small()
-        self._storages.append(tensor.untyped_storage())
-        large, record = self._large, len(self._large.sizes)
-        large.sizes.append(nbytes)
-        large.placed.append(placed)
-        self._put(placed.offset, Literal(frame.head))
-        data = Data(found.memory, nbytes, record if self._checksums else None)
-        self._put(placed.offset + head_nbytes, data)
-        tail = functools.partial(self._tail, frame, large, record)
-        self._put(self._end - frame.tail_nbytes, Made(frame.tail_nbytes, tail))
+        record = len(sums.sizes)
+        sums.sizes.append(nbytes)
+        batch.storages.append(tensor.untyped_storage())
 
-    def _tail(self, frame: Frame, large: _LargeItems, record: int) -> bytes:
-        return frame.tail(large.ledger.wait(record) if self._checksums else 0)
+        def tail() -> bytes:
+            if checksums:
+                placed.crc = sums.ledger.wait(record)
+            return frame.tail(placed.crc)
 
-    def _put(self, offset: int, source: Literal | Data | Made) -> None:
-        self._extents.append(Extent(offset - self._start, source.length, source))
-
-    # -- small items ---------------------------------------------------------------------------
-
-    def _add_small(self, small: _SmallItem) -> None:
-        self._small.append(small)
-        self._small_nbytes += small.placed.length
-        if self._small_nbytes >= PACKED_BYTES:
-            self._end_small()
-
-    def _end_small(self) -> None:
-        """Put the small items since the last large one into one extent."""
-        if self._small_nbytes:
-            made = Made(self._small_nbytes, functools.partial(self._joined, self._small))
-            self._put(self._small[0].placed.offset, made)
-        self._small, self._small_nbytes = [], 0
-
-    def _joined(self, items: list[_SmallItem]) -> bytes:
-        """Return the bytes of small items; their checksums are known then."""
-        parts: list[bytes] = []
-        for placed, frame, source, nbytes, _ in items:
-            data = source if isinstance(source, bytes) else bytes_at(source, nbytes)
-            placed.crc = crc32(data) if self._checksums else 0
-            parts += (frame.head, data, frame.tail(placed.crc))
-        return b"".join(parts)
+        batch.put(Data(found.memory, nbytes, record if checksums else None))
+        batch.put(Made(frame.tail_nbytes, tail))
 
 
 def _is_as_planned(item: WriteItem, tensor: torch.Tensor) -> bool:

@@ -5,10 +5,11 @@ Reads stock's checkpoints and ours.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -22,11 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from fastserial.checksums import crc32, crc_mismatch
+from fastserial.checksums import check_crc, crc32, crc_mismatch
 from fastserial.distributed.dcp.folder import METADATA, known_of, metadata_name
-from fastserial.distributed.dcp.item_structure import ItemTensor, check_archive, tensor_in
-from fastserial.distributed.dcp.load_planner import TIMEOUT, read_together
-from fastserial.distributed.ranks.group import collective
 from fastserial.distributed.reading.part_reader import PartReader, ReadTarget
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.file_index import FileTensor, Record
@@ -39,10 +37,111 @@ from fastserial.errors import (
     UnreadableCheckpointError,
 )
 from fastserial.files.sources import FileStamp, stamp
-from fastserial.formats.dcp import is_framed
-from fastserial.formats.source import read_exactly
+from fastserial.formats.dcp import Known, is_framed
+from fastserial.formats.source import BytesSource, DescriptorSource, Source
+from fastserial.formats.tensors import contiguous_stride, zip_outline
+from fastserial.formats.zip_format import (
+    END,
+    END_SIGNATURE,
+    LOCAL_SIGNATURE,
+    all_checksums,
+    read_places,
+    read_record,
+)
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.memory.held_settings import paused_collection
+
+_EDGE = 4096  # bytes; more than any record of an item but the data of its tensor
+
+
+# -- an item: an archive of `torch.save`, or bytes -------------------------------------------------
+
+
+class ItemTensor(NamedTuple):
+    """A tensor in an item.
+
+    Attributes:
+        start, nbytes: where its bytes are, counted from the item's first.
+        dtype, shape, strides: of the tensor (elements).
+        crc: CRC-32 of the bytes, None if it is unknown.
+    """
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    crc: int | None
+
+
+def tensor_in(
+    item: Source, dtype: torch.dtype, shape: tuple[int, ...], known: Known | None
+) -> ItemTensor | None:
+    """Return the tensor in an item, None if only `torch.load` can read it.
+
+    Args:
+        item: its bytes.
+        dtype, shape: of the tensor, as `.metadata` has them.
+        known: what our writer added there.
+
+    Raises:
+        CorruptCheckpointError: what surrounds the data is damaged.
+    """
+    if known is None or known.start is None:
+        return _parsed(item)
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if known.start + nbytes > item.size:
+        raise CorruptCheckpointError("it has fewer bytes than its shape needs")
+    strides = known.strides or contiguous_stride(shape)
+    return ItemTensor(known.start, nbytes, dtype, shape, strides, known.crc)
+
+
+def _parsed(item: Source) -> ItemTensor | None:
+    """Return the tensor of an archive if that is all it holds, and fills its storage."""
+    if item.read_at(0, min(4, item.size)) != LOCAL_SIGNATURE:
+        return None
+    directory = read_places(item)
+    found, order = zip_outline(item, directory), directory.find("byteorder")
+    if found is None or len(found.tensors) != 1 or found.problems:
+        return None
+    (tensor,) = found.tensors
+    record = directory.find(f"data/{tensor.storage}")
+    dtype = getattr(torch, tensor.dtype, None)
+    if (
+        order is None
+        or order.size != len("little")
+        or record is None
+        or not record.is_stored
+        or (tensor.kind, tensor.key) != ("tensor", "")
+        or tensor.span != (0, record.size)
+        or tensor.nbytes != record.size
+        or not isinstance(dtype, torch.dtype)
+    ):
+        return None
+    for other in directory.records:
+        if other is not record and other.size <= _EDGE and other.crc:
+            check_crc(crc32(read_record(item, other, _EDGE)), other.crc, record=other.name)
+    start, crc = record.data_offset, record.crc or None
+    return ItemTensor(start, record.size, dtype, tensor.shape, tensor.stride, crc)
+
+
+def _check_archive(data: bytes) -> bool:
+    """Compare the CRC-32s in an archive with its records; return whether all records have one.
+
+    Raises:
+        CorruptCheckpointError: one is wrong.
+    """
+    if not data.startswith(LOCAL_SIGNATURE) and data[-END.size :][:4] != END_SIGNATURE:
+        return False
+    source = BytesSource(data)
+    directory = read_places(source)
+    for record in directory.records:
+        if record.crc:
+            check_crc(crc32(read_record(source, record, len(data))), record.crc, None, record.name)
+    return all_checksums(directory)
+
+
+# -- the items of a file ---------------------------------------------------------------------------
 
 
 class WantedItem(NamedTuple):
@@ -70,17 +169,25 @@ class ShardReader:
         odd: requests for items that only torch can load; they are left to stock's reader.
     """
 
-    def __init__(self, reader: FastFileReader, planner: LoadPlanner, verify: bool) -> None:
+    def __init__(
+        self,
+        reader: FastFileReader,
+        planner: LoadPlanner,
+        verify: bool,
+        between: Callable[[], None],
+    ) -> None:
         """Read from `reader` for `planner`.
 
         Args:
             verify: compare the CRC-32 of each item.
+            between: called now and then.
         """
         self.all_verified = verify
         self.odd: list[ReadItem] = []
         self._reader = reader
         self._planner = planner
         self._verify = verify
+        self._between = between
 
     def read(self, items: Sequence[WantedItem]) -> None:
         """Read items, and pass them to the planner.
@@ -91,14 +198,23 @@ class ShardReader:
         """
         found: list[tuple[WantedItem, ItemTensor]] = []
         for wanted in sorted(items, key=lambda one: int(one.info.offset)):
-            if wanted.info.offset + wanted.info.length > self._reader.size:
+            offset, length = wanted.info.offset, wanted.info.length
+            if offset + length > self._reader.size:
                 raise self._damaged(wanted, "the file ends before it does")
-            content = self._content(wanted)
+            source, known = DescriptorSource(self._reader.fd, offset, length), known_of(wanted.info)
+            content: ItemTensor | None = None
+            with self._naming(wanted):
+                if wanted.dtype is not None:
+                    content = tensor_in(source, wanted.dtype, wanted.shape, known)
             if content is not None:
                 found.append((wanted, content))
                 continue
-            data = read_exactly(self._reader.fd, wanted.info.offset, wanted.info.length)
-            self._check_whole(wanted, data)
+            data = source.read_at(0, length)
+            if known is not None:
+                self._check(wanted, crc32(data), known.crc)
+            elif self._verify:
+                with self._naming(wanted):
+                    self.all_verified &= _check_archive(data)
             if wanted.dtype is None:
                 self._take_bytes(wanted, data)
             else:
@@ -106,6 +222,18 @@ class ShardReader:
         with torch.no_grad():
             self._read_tensors(found)
         self._reader.check_unchanged()
+
+    @contextlib.contextmanager
+    def _naming(self, wanted: WantedItem) -> Iterator[None]:
+        """Name item and file in an error of its archive."""
+        try:
+            yield
+        except UnreadableCheckpointError as error:
+            error.path, error.record = self._reader.name, wanted.name
+            raise
+        except FastserialError as error:
+            text = error.message if isinstance(error, CorruptCheckpointError) else str(error)
+            raise self._damaged(wanted, text) from error
 
     def _read_tensors(self, found: Sequence[tuple[WantedItem, ItemTensor]]) -> None:
         """Read tensors in one pass over the file, large ones directly into their targets."""
@@ -131,7 +259,7 @@ class ShardReader:
                 of_records.append(wanted)
             else:
                 self.all_verified = False
-        parts = PartReader(self._reader, records, whole=True)
+        parts = PartReader(self._reader, records, whole=True, between=self._between)
         parts.read_own(targets)
         whole = {
             piece.record: piece.crc
@@ -151,34 +279,6 @@ class ShardReader:
             raise UnreadableCheckpointError(
                 f"it cannot be loaded: {error}", path=self._reader.name, record=wanted.name
             ) from error
-
-    def _check_whole(self, wanted: WantedItem, data: bytes) -> None:
-        """Compare the checksums of an item of bytes, or one that only torch can load."""
-        known = known_of(wanted.info)
-        if known is not None:
-            self._check(wanted, crc32(data), known.crc)
-        elif self._verify:
-            self.all_verified &= check_archive(data, self._reader.name, wanted.name)
-
-    def _content(self, wanted: WantedItem) -> ItemTensor | None:
-        """Return the tensor in an item, None if only torch can load it."""
-        length, dtype, shape = wanted.info.length, wanted.dtype, wanted.shape
-        if dtype is None:
-            return None
-
-        def peek(first: int, count: int) -> bytes:
-            offset = wanted.info.offset + first
-            return os.pread(self._reader.fd, min(count, length - first), offset)
-
-        try:
-            known = known_of(wanted.info)
-            return tensor_in(peek, length, dtype, shape, known)
-        except UnreadableCheckpointError as error:
-            error.path, error.record = self._reader.name, wanted.name
-            raise
-        except FastserialError as error:
-            text = error.message if isinstance(error, CorruptCheckpointError) else str(error)
-            raise self._damaged(wanted, text) from error
 
     def _target(self, request: ReadItem, shape: tuple[int, ...]) -> torch.Tensor:
         target = self._planner.resolve_tensor(request)
@@ -213,6 +313,9 @@ class FastStorageReader(FileSystemReader):
         dcp.load(state, storage_reader=distributed.FastStorageReader("folder"))
 
     Reads folders of stock's writer as well.
+
+    Attributes:
+        between: called now and then while items are read.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, **stock: Any) -> None:
@@ -226,6 +329,7 @@ class FastStorageReader(FileSystemReader):
         """
         super().__init__(path, **stock)
         self._verify = verify
+        self.between: Callable[[], None] = lambda: None
         self._metadata: Metadata | None = None
         self._tensors: dict[tuple[str, Any], tuple[torch.dtype, tuple[int, ...]]] = {}
         self._seen: tuple[str, FileStamp] | None = None  # path of `.metadata`, and its state
@@ -293,13 +397,7 @@ class FastStorageReader(FileSystemReader):
             OSError: a file cannot be read.
         """
         try:
-            if getattr(planner, "reads_together", False):
-                with collective(None, TIMEOUT) as traffic:
-                    read_together(
-                        plan.items, planner, traffic, lambda items: self._read(items, planner)
-                    )
-            else:
-                self._read(plan.items, planner)
+            self._read(plan.items, planner)
         except FileNotFoundError as error:
             if self._is_replaced():
                 raise CheckpointReplacedError(errno.ENOENT, _REPLACED, error.filename) from error
@@ -314,12 +412,12 @@ class FastStorageReader(FileSystemReader):
         for file, wanted in files.items():
             began = perf_counter()
             with FastFileReader(os.path.join(self.path, file)) as reader:
-                found = ShardReader(reader, planner, self._verify)
+                found = ShardReader(reader, planner, self._verify, self.between)
                 with reader.translated(), paused_collection():
                     found.read(wanted)
-                report_load(
-                    reader.blocks.counts,
-                    reader.config,
+                self.report(
+                    counts=reader.blocks.counts,
+                    config=reader.config,
                     path=reader.name,
                     container="dcp",
                     seconds=perf_counter() - began,
@@ -330,6 +428,10 @@ class FastStorageReader(FileSystemReader):
                 )
             for request in found.odd:
                 self._read_by_stock(request, planner, reader.name)
+
+    def report(self, **found: Any) -> None:
+        """Publish what was read of a file: the arguments of `report_load`."""
+        report_load(**found)
 
     def _read_by_stock(self, request: ReadItem, planner: LoadPlanner, file: str) -> None:
         try:

@@ -32,8 +32,7 @@ from torch.futures import Future
 from fastserial.config import current
 from fastserial.config.performance import SCATTERED_CHUNK
 from fastserial.distributed.dcp.folder import METADATA, ShardFolder, encoded, metadata_name
-from fastserial.distributed.dcp.planning import share_in
-from fastserial.distributed.dcp.save_planner import FastSavePlanner
+from fastserial.distributed.dcp.planners import FastSavePlanner
 from fastserial.distributed.dcp.shard_layout import ShardLayout
 from fastserial.errors import write_error
 from fastserial.files.durable import replace_bytes
@@ -54,7 +53,7 @@ _Copies = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 def _copy(value: Any, copies: _Copies) -> Any:
     if isinstance(value, ShardedTensor):
-        return _copy_sharded(value)
+        return copy.deepcopy(value) if value.device.type == "cpu" else value.to(device="cpu")
     if isinstance(value, torch.Tensor):
         found = copies.get(id(value))
         if found is None:
@@ -70,13 +69,7 @@ def _copy(value: Any, copies: _Copies) -> Any:
     return copy.deepcopy(value)
 
 
-def _copy_sharded(value: ShardedTensor) -> Any:
-    """Return a copy with shards of its own."""
-    if value.device.type != "cpu":
-        return value.to(device="cpu")
-    return copy.deepcopy(value)
-
-
+_RESOLVING = ("finish_plan", "resolve_data", "lookup_object", "transform_object")
 _VERSION = "1.0.0"  # of the layout of `.metadata`, as stock counts it
 _HAS_COMMON = (
     "the folder has a checkpoint of all ranks, which would be loaded instead of those of single "
@@ -178,15 +171,10 @@ class FastStorageWriter(StorageWriter, AsyncStager):
             WriteError: `.metadata` cannot be written; the previous checkpoint is intact.
         """
         metadata.version = _VERSION
-        same: dict[Any, Any] = {key: key for key in metadata.state_dict_metadata}
         with paused_collection():
-            metadata.storage_data = {}
-            for result in (result for found in results for result in found):
-                fqn, offset = result.index.fqn, result.index.offset
-                share_in(result.index, fqn=same.get(fqn, fqn))
-                if offset is not None:
-                    share_in(result.index, offset=same.setdefault(offset, offset))
-                metadata.storage_data[result.index] = result.storage_data
+            metadata.storage_data = {
+                result.index: result.storage_data for found in results for result in found
+            }
         metadata.storage_meta = self.storage_meta()
         name = metadata_name(self._alone)
         replace_bytes(os.path.join(self.path, name), encoded(metadata), self._durable)
@@ -237,7 +225,10 @@ class FastStorageWriter(StorageWriter, AsyncStager):
             return []
         name = ShardFolder(self.path).new_shard(plan.storage_data.prefix)
         layout = self._layout(name)
-        as_planned = _saves_as_planned(planner)
+        # Other planners may make copies of another dtype, or change items after the metadata.
+        kinds = type(planner), DefaultSavePlanner, FastSavePlanner
+        known = [[getattr(kind, name, None) for kind in kinds] for name in _RESOLVING]
+        as_planned = all(own in others for own, *others in known)
         with FastFileWriter(os.path.join(self.path, name), container="dcp") as out:
             for items in _groups(plan.items, as_planned):
                 with paused_collection():
@@ -245,7 +236,7 @@ class FastStorageWriter(StorageWriter, AsyncStager):
                         layout.add(item, planner.resolve_data(item), as_planned)
                     batch = layout.take()
                 synchronize(batch.storages)
-                out.write_layout(batch.extents, batch.nbytes, batch.ledger)
+                out.write_layout(batch.extents, batch.nbytes, batch.sums.ledger)
                 out.release_sources()
         with paused_collection():
             return layout.results()
@@ -290,16 +281,3 @@ def _groups(items: list[WriteItem], at_once: bool) -> Iterator[list[WriteItem]]:
             group, nbytes = [], 0
     if group:
         yield group
-
-
-def _saves_as_planned(planner: SavePlanner) -> bool:
-    """Return whether a planner returns the tensors of the state, as its plan has them.
-
-    Others may make copies of another dtype, or change items once the metadata is made.
-    """
-    kind = type(planner)
-    return all(
-        getattr(kind, name, None)
-        in (getattr(DefaultSavePlanner, name), getattr(FastSavePlanner, name))
-        for name in ("finish_plan", "resolve_data", "lookup_object", "transform_object")
-    )

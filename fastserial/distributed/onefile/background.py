@@ -7,25 +7,19 @@ with the same ranks waits for it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from fastserial.distributed.onefile.saver import TIMEOUT, SaveTask, Writers
 from fastserial.distributed.ranks.group import Traffic, collective, path_of
-from fastserial.distributed.sharding.flat_shard import FlatShard
-from fastserial.distributed.sharding.pieces import as_dtensor
-from fastserial.distributed.state.merging import leaf_of
-from fastserial.errors import StorageChangedError, TornSnapshotError
 from fastserial.memory.held_settings import quick_switches
-from fastserial.overlap import guard, pending
+from fastserial.overlap import pending
 from fastserial.overlap.asynchronous import Kind, check_snapshot
 from fastserial.overlap.pending import PendingSave
 from fastserial.overlap.snapshot import Snapshot
-from fastserial.overlap.watch import Reached, storages_of
 from fastserial.reports import SaveReport, publish_save
 
 if TYPE_CHECKING:
@@ -60,12 +54,10 @@ def save_async(
         writers: as `save`.
         merge: as `save`.
         snapshot: `copy`: what this rank writes and sends is copied; all may be changed as soon as
-            the call returns. `in_place`: what it writes itself is read while the program continues;
-            optimizers wait before a step until what they change is taken. Copied are small pieces,
-            what travels to other ranks, and DTensors that belong to no optimizer in `obj`.
+            the call returns. `in_place` means the same.
         snapshot_budget: bytes of this process that copies may take, of all saves together; by
-            default half of the memory that is free, divided by the ranks of the node. With `copy`,
-            what does not fit is written before the call returns.
+            default half of the memory that is free, divided by the ranks of the node. If they do
+            not fit, the call of this rank returns when the file is written.
         timeout: seconds after which a rank that is not heard from counts as lost.
 
     Returns:
@@ -79,8 +71,8 @@ def save_async(
     return start_save(
         obj,
         path,
-        snapshot,
         snapshot_budget,
+        kind=snapshot,
         group=group,
         writers=writers,
         timeout=timeout,
@@ -92,7 +84,6 @@ def save_async(
 def start_save(
     obj: object,
     path: str | os.PathLike[str],
-    kind: Kind,
     budget: int | None,
     *,
     group: dist.ProcessGroup | None,
@@ -100,15 +91,15 @@ def start_save(
     began: float,
     writers: Writers = "all",
     merge: Literal["union"] | None = None,
-    steady: Set[int] | None = None,
     then: Callable[[], object] | None = None,
+    kind: Kind = "copy",
 ) -> PendingSave:
     """Start a save; as `save_async`.
 
     Args:
         began: when the user's call did (`perf_counter`).
-        steady: identities of the storages that may be read in place; None: all that are watched.
         then: called on each rank's saving thread after the commit.
+        kind: of the snapshot, to be checked.
     """
     saving: SaveTask | None = None
     try:
@@ -118,27 +109,23 @@ def start_save(
             target = os.path.realpath(path) if "\0" not in path else path
             pending.admit(target)  # raises if the save before failed, and nobody asked
             saving = SaveTask(traffic, path, writers, merge, began)
-            found, modules = saving.prepare(obj)
-            reached = _reached(found.values, modules)
-            taken = Snapshot(path, kind, budget, reached, steady, began)
+            saving.prepare(obj)
+            taken = Snapshot(budget, began)
             saving.freeze(taken)
         with traffic.together():
-            del found, modules, obj
-            work = _BackgroundSave(saving, traffic, taken, then)
-            save = PendingSave(path, target, taken)
-            beside = pending.run_in_background(save, work, taken, traffic.idle.clear)
+            del obj
+            work = partial(_write, saving, taken, then)
+            save = PendingSave(path, target)
+            if taken.kind == "copy":
+                if pending.run_in_background(save, work, traffic.idle.clear):
+                    taken.end_call()
+                    return save
+                taken.kind = "blocking"
     except BaseException:
         if saving is not None:
             saving.give_up()
         raise
-    if not beside:
-        return pending.run_at_once(path, target, work)
-    try:
-        taken.end_call()
-    except BaseException:  # Ctrl-C
-        taken.abandon()
-        raise
-    return save
+    return pending.run_at_once(path, target, work)
 
 
 def size_of(
@@ -159,59 +146,20 @@ def size_of(
     return SaveTask(traffic, path, "all", merge, perf_counter()).measure(obj)
 
 
-def _reached(values: Iterable[Any], modules: Iterable[Any]) -> Reached:
-    """Return what watches the tensors of a state for changes.
-
-    torch counts no changes that `foreach` functions and optimizers make to DTensors. So only those
-    are watched that belong to an optimizer: before its step it asks.
-    """
-    reached = Reached()
-    optimizers = [one for one in modules if isinstance(one, torch.optim.Optimizer)]
-    owned = {found for one in optimizers for found in guard.storages_of_optimizer(one)}
-    for leaf in map(leaf_of, values):
-        if isinstance(leaf, FlatShard):
-            reached.note(leaf.tensor)
-        elif (sharded := as_dtensor(leaf)) is not None:
-            storages = set(storages_of(sharded))
-            if storages <= owned:
-                reached.note(sharded.to_local())
-                for storage in storages:
-                    reached.watch(storage, sharded)
-            else:
-                reached.leave(storages)
-        elif leaf is not None:
-            reached.note(leaf)
-    return reached
-
-
-@dataclass(slots=True)
-class _BackgroundSave:
-    """Exchanges and writes what was planned and taken."""
-
-    saving: SaveTask
-    traffic: Traffic
-    taken: Snapshot
-    then: Callable[[], object] | None
-
-    def __call__(self) -> SaveReport:
-        saving, taken = self.saving, self.taken
-        try:
-            with self.traffic.together():
-                report = self._write()
-        except BaseException:
-            saving.give_up()
-            raise
-        finally:
-            taken.end()
-            self.traffic.idle.set()
-        if self.then is not None:
-            self.then()
-        report = replace(report, snapshot=self.taken.report())
-        publish_save(report, saving.config.on_report)
-        return report
-
-    def _write(self) -> SaveReport:
-        try:
-            return self.saving.finish(self.taken.verify)
-        except StorageChangedError as error:
-            raise TornSnapshotError(self.taken.path) from error
+def _write(saving: SaveTask, taken: Snapshot, then: Callable[[], object] | None) -> SaveReport:
+    """Exchange and write what was planned and taken."""
+    traffic = saving.traffic
+    try:
+        with traffic.together():
+            report = saving.finish()
+    except BaseException:
+        saving.give_up()
+        raise
+    finally:
+        taken.end()
+        traffic.idle.set()
+    if then is not None:
+        then()
+    report = replace(report, snapshot=taken.report())
+    publish_save(report, saving.config.on_report)
+    return report

@@ -6,9 +6,10 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastserial.distributed.onefile.loader import load_file
-from fastserial.distributed.onefile.safetensors import holds_safetensors, load_folder, save_folder
+from fastserial.distributed.onefile.safetensors import save_folder
 from fastserial.distributed.onefile.saver import TIMEOUT, Writers, save_file
 from fastserial.errors import ConfigError
+from fastserial.formats.container import is_dcp_folder
 from fastserial.reports import LoadReport, SaveReport
 
 if TYPE_CHECKING:
@@ -85,8 +86,9 @@ def load(
         distributed.load("ckpt.pt", target)  # on every rank
 
     The file is any that `torch.load` reads with `weights_only=True`: of stock torch or of `save`,
-    zip or legacy, saved from any placement. Only the bytes that
-    some rank needs are read, each by one rank, which sends it on.
+    zip or legacy, saved from any placement; or a folder with the safetensors files of a model; or
+    one of torch.distributed.checkpoint. Only the bytes that some rank needs are read, each by one
+    rank, which sends it on.
 
     Args:
         path: the file; every rank must see it, or a copy of it.
@@ -94,7 +96,8 @@ def load(
             are filled; modules and optimizers, new ones included; and other values, which are
             replaced by the file's. Ranks may hold different keys.
         group: its ranks take part; by default all. Without torch.distributed a process is alone.
-        broadcast: False: every rank reads what it needs, and sends nothing.
+        broadcast: False: every rank reads what it needs, and sends nothing; so it is with folders
+            of torch.distributed.checkpoint.
         strict: what a rank wants must be in the file, and what is in the file some rank must want.
         cast: convert what has another dtype in the file.
         timeout: seconds after which a rank that is not heard from counts as lost.
@@ -112,6 +115,8 @@ def load(
         Exception: code of the user's failed on this rank, such as a module's load hook.
         RuntimeError: the process group has no store (MPI).
     """
-    if holds_safetensors(path):
-        return load_folder(path, into, group, broadcast, strict, cast, timeout)
+    if isinstance(path, str | os.PathLike) and is_dcp_folder(path):
+        from fastserial.distributed.onefile.dcp_folder import load_dcp_folder
+
+        return load_dcp_folder(path, into, group, strict, cast, timeout)
     return load_file(path, into, group, broadcast, strict, cast, timeout)

@@ -112,7 +112,7 @@ class Flow:
             parts: reads what this rank reads.
             grids: of every tensor in the file that can be divided, by its number.
         """
-        self._traffic, self._parts, self._grids = traffic, parts, grids
+        self._traffic, self.parts, self._grids = traffic, parts, grids
         self.exchange = Exchange(traffic)
 
     def share(
@@ -142,10 +142,10 @@ class Flow:
         self._boxes = [_by_array(boxes) for boxes in wanted]
         self._targets = _by_array((t.grid.tensor.number, t) for t in targets)
         with ThreadPoolExecutor(1, "fastserial-window") as pool:
-            ahead = _WindowReader(pool, self._parts, windows.get(self._traffic.rank, []))
+            ahead = _read_ahead(pool, self.parts, windows.get(self._traffic.rank, []))
             for number in range(max(map(len, windows.values()))):
                 here = {o: some[number] for o, some in windows.items() if number < len(some)}
-                self._round(number, ahead.take(number), here)
+                self._round(number, next(ahead, None), here)
 
     def _round(
         self, number: int, buffer: torch.Tensor | None, windows: Mapping[int, Window]
@@ -198,31 +198,18 @@ def _by_array(some: Iterable[tuple[int, _Item]]) -> dict[int, list[_Item]]:
     return found
 
 
-class _WindowReader:
-    """Reads a rank's windows, one ahead of those that were taken."""
-
-    def __init__(
-        self, pool: ThreadPoolExecutor, parts: PartReader, windows: Sequence[Window]
-    ) -> None:
-        self._pool, self._parts, self._windows = pool, parts, windows
-        self._buffers = [buffer_for(windows[first::2]) for first in range(2)]
-        self._reading: Future[None] | None = None
-        self._start(0)
-
-    def _start(self, number: int) -> None:
-        self._reading = None
-        if number < len(self._windows):
-            self._reading = self._pool.submit(
-                self._parts.read_window, self._windows[number], self._buffers[number % 2]
-            )
-
-    def take(self, number: int) -> torch.Tensor | None:
-        """Return window `number`, None after the last; it is overwritten two calls later."""
-        if self._reading is None:
-            return None
-        self._reading.result()
-        self._start(number + 1)
-        return self._buffers[number % 2]
+def _read_ahead(
+    pool: ThreadPoolExecutor, parts: PartReader, windows: Sequence[Window]
+) -> Iterator[torch.Tensor]:
+    """Yield a buffer with each window, while the next is read; it is good until the next."""
+    buffers = [buffer_for(windows[first::2]) for first in range(2)]
+    reading: list[Future[None]] = []
+    for number, window in enumerate([*windows, None]):
+        if window is not None:
+            reading.append(pool.submit(parts.read_window, window, buffers[number % 2]))
+        if number:
+            reading.pop(0).result()
+            yield buffers[(number - 1) % 2]
 
 
 def _window_size(links: set[tuple[int, int]], ranks: int) -> int:

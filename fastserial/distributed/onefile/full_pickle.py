@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import functools
 import pickle
-import weakref
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from fastserial.checksums import crc32
-from fastserial.distributed.plan.schedule import FilePlan
+from fastserial.distributed.plan.division import FilePlan
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import as_dtensor
 from fastserial.distributed.state.merging import LeafSpec
 from fastserial.distributed.state.tables import StateTable, is_plain
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer, clip
-from fastserial.formats.zip.layout import ZipLayout, ZipPlan
+from fastserial.formats.zip_layout import ZipPlan
 from fastserial.memory.untouched import Untouched
-from fastserial.saving import torch_writer
-
-
-class ArchiveRecord(NamedTuple):
-    """A record of the file.
-
-    Attributes:
-        data: its bytes, None for a storage.
-        source: number of a storage's source (`Table`); None if the storage is empty.
-    """
-
-    name: str
-    nbytes: int
-    data: bytes | None
-    source: int | None
+from fastserial.saving.archive import ZipArchive, checksums_wanted
 
 
 class AbsentMemory:
@@ -49,11 +32,10 @@ class AbsentMemory:
         raise ValueError("no rank holds this memory as a whole")
 
 
-class FileLayout:
-    """The file as rank 0 lays it out: torch writes the records to it as to a PyTorchFileWriter.
+class FileLayout(ZipArchive):
+    """The file as rank 0 lays it out: of each storage it has the source, and no memory.
 
     Attributes:
-        records: what is in the file, in its order; first the pickle.
         rest: storages that are in no container the ranks look into. A source of -1 or below is
             one of them, `rest[-1 - source]`.
     """
@@ -68,23 +50,28 @@ class FileLayout:
             numbers: of the sources, by the address of what is pickled for them.
             of_storage: of the sources, by the identity of their storage.
         """
-        self.records: list[ArchiveRecord] = []
+        super().__init__(None, archive)
         self.rest: list[torch.UntypedStorage] = []
-        self._archive = archive
+        self._count = 0  # of records
+        self._sources: list[tuple[int, int]] = []  # records with storages that are not empty
         self._numbers, self._of_storage = numbers, of_storage
 
-    def archive_name(self) -> str:
-        return self._archive
-
-    def write_record(self, name: str, data: Any, size: int) -> None:
+    def write_record(
+        self, name: str, data: str | bytes | int | torch.UntypedStorage, size: int
+    ) -> None:
         """Take a record of torch's; the bytes of a storage stay where they are."""
-        if isinstance(data, str):
-            data = data.encode()
-        if isinstance(data, bytes | bytearray | memoryview):
-            self.records.append(ArchiveRecord(name, size, bytes(data[:size]), None))
+        if isinstance(data, torch.UntypedStorage):
+            if size:
+                self._sources.append((self._count, self._source_of(data)))
+            self._layout.add_memory(name, AbsentMemory(size), b"")
         else:
-            source = self._source_of(data) if size else None
-            self.records.append(ArchiveRecord(name, size, None, source))
+            super().write_record(name, data, size)
+        self._count += 1
+
+    def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
+        """Take all storages at once, as the patched `torch.save` gives them."""
+        for name, storage in zip(names, storages, strict=True):
+            self.write_record(name, storage, storage.nbytes())
 
     def _source_of(self, storage: torch.UntypedStorage) -> int:
         number = self._numbers.get(storage.data_ptr())
@@ -95,16 +82,10 @@ class FileLayout:
             number = -len(self.rest)
         return number
 
-    @functools.cached_property
+    @property
     def plan(self) -> ZipPlan:
-        """The layout. The memory of its storages is nowhere; `records` says what they are."""
-        layout = ZipLayout(self._archive, torch_writer.alignment(), torch_writer.checksums_wanted())
-        for record in self.records:
-            if record.data is None:
-                layout.add_memory(record.name, AbsentMemory(record.nbytes), b"")
-            else:
-                layout.add_bytes(record.name, record.data, crc32(record.data))
-        return torch_writer.finish(layout)
+        """The layout."""
+        return self.lay_out()
 
     @property
     def nbytes(self) -> int:
@@ -123,127 +104,99 @@ class FileLayout:
 
     def bytes_at(self, offset: int, length: int) -> torch.Tensor:
         """Return the zip's bytes in a range of the file, with 0 for checksums not known yet."""
-        text = b"".join(
-            memoryview(extent.source.data)[extent.start : extent.start + extent.length]
-            for extent in self.extents_at(offset, length)
-            if isinstance(extent.source, Literal | DescriptorPatch)
-        )
-        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        text = bytearray()
+        for extent in self.extents_at(offset, length):
+            if isinstance(extent.source, Literal):
+                text += memoryview(extent.source.data)[extent.start : extent.start + extent.length]
+        return torch.frombuffer(text, dtype=torch.uint8)
 
     def extents_at(self, offset: int, length: int) -> Iterator[Extent]:
-        """Return the extents that are the zip's bytes in a range of the file."""
+        """Return the extents that are the zip's bytes in a range of the file; see `bytes_at`."""
         first = max(bisect_right(self._starts, offset) - 1, 0)
         stop = bisect_right(self._starts, offset + length)
-        return clip(self.plan.extents[first:stop], offset, offset + length)
+        for extent in clip(self.plan.extents[first:stop], offset, offset + length):
+            if isinstance(extent.source, DescriptorPatch):
+                yield extent._replace(source=Literal(extent.source.data))
+            else:
+                yield extent
 
     def file_plan(self, writers: list[int]) -> FilePlan:
         """Return what all ranks have to know of the file. What needs checksums is not in it."""
-        data = (extent for extent in self.plan.extents if isinstance(extent.source, Data))
-        sources = (
-            (index, record.source)
-            for index, record in enumerate(self.records)
-            if record.source is not None
-        )
+        data = [extent for extent in self.plan.extents if isinstance(extent.source, Data)]
         records = [
             (*source, extent.offset, extent.length)
-            for source, extent in zip(sources, data, strict=True)
+            for source, extent in zip(self._sources, data, strict=True)
         ]
         end = self.trailer.offset if self.trailer is not None else self.plan.nbytes
-        return FilePlan(end, records, writers, torch_writer.checksums_wanted())
+        return FilePlan(end, records, writers, checksums_wanted())
 
 
 _PROTOCOL = 2  # torch.save's default
-# Types of most of what is in a pickle. torch asks each object whether it is a storage, which takes
-# as long as the rest.
-_NO_STORAGES = frozenset(
-    {type(None), bool, int, float, str, bytes, tuple, list, dict, OrderedDict, FunctionType, type}
-)
 
 
-class StandIns:
-    """What torch pickles instead of tensors that no rank holds as a whole.
+def lay_out(archive: str, state: object, values: Sequence[Any], table: StateTable) -> FileLayout:
+    """Let torch pickle a state with its sharded tensors as whole ones.
 
-    They are made of a table, and fit every state whose table is the same (`facts`). None of a
-    state's own tensors is kept.
+    Args:
+        archive: the name that torch puts before the records' names.
+        values: the leaves of the state.
+        table: of them.
+
+    Raises:
+        OSError: there are not as many addresses.
+        Exception: whatever pickling the object raises.
     """
-
-    def __init__(self, table: StateTable, values: Sequence[Any]) -> None:
-        """Make them.
-
-        Args:
-            values: the leaves of the state.
-
-        Raises:
-            OSError: there are not as many addresses.
-        """
-        untouched = Untouched(sum(spec.nbytes for spec in table.specs), len(table.specs))
-        weakref.finalize(self, untouched.close)
-        self._sources = table.of_leaves
-        self._plain = [not isinstance(leaf, LeafSpec) and is_plain(leaf) for leaf in values]
-        self._numbers: dict[int, int] = {}  # of the sources, by the address of what stands for them
-        self._made = _made_for(table, values, untouched, self._numbers)
-        # As torch's pickler takes them apart, which is half of what pickling them takes.
-        self._reduced = {
-            number: _reduced(made)
-            for number, made in self._made.items()
-            if isinstance(made, torch.Tensor)
-        }
-
-    def lay_out(self, archive: str, state: object, values: Sequence[Any]) -> FileLayout:
-        """Let torch pickle a state with its sharded tensors as whole ones.
-
-        Args:
-            archive: the name that torch puts before the records' names.
-            values: the leaves of the state.
-
-        Raises:
-            Exception: whatever pickling the object raises.
-        """
-        of_leaf: dict[int, int] = {}
-        of_storage: dict[int, int] = {}
-        for leaf, number, plain in zip(values, self._sources, self._plain, strict=True):
-            if plain:
-                of_storage[leaf.untyped_storage()._cdata] = number
-            else:
-                of_leaf[id(leaf)] = number
-        laid_out = FileLayout(archive, self._numbers, of_storage)
-        module: Any = SimpleNamespace(Pickler=self._pickler(of_leaf, of_storage))
+    of_leaf: dict[int, int] = {}
+    of_storage: dict[int, int] = {}
+    for leaf, number in zip(values, table.of_leaves, strict=True):
+        if not isinstance(leaf, LeafSpec) and is_plain(leaf):
+            of_storage[leaf.untyped_storage()._cdata] = number
+        else:
+            of_leaf[id(leaf)] = number
+    untouched = Untouched(sum(spec.nbytes for spec in table.specs), len(table.specs))
+    try:
+        numbers: dict[int, int] = {}  # of the sources, by the address of what stands for them
+        made = _made_for(table, values, untouched, numbers)
+        laid_out = FileLayout(archive, numbers, of_storage)
+        module: Any = SimpleNamespace(Pickler=_pickler(of_leaf, of_storage, made))
         save: Any = torch.serialization._save
         save(state, laid_out, module, _PROTOCOL, False)
-        return laid_out
+    finally:
+        untouched.close()
+    return laid_out
 
-    def _pickler(
-        self, of_leaf: Mapping[int, int], of_storage: Mapping[int, int]
-    ) -> type[pickle.Pickler]:
-        """Return what pickles leaves with sources, given by their `id`, by what stands for them."""
-        reduced, made = self._reduced, self._made
 
-        class StandInPickler(pickle.Pickler):
-            def __init_subclass__(cls) -> None:
-                """Let torch's own look at what may be a storage only."""
-                ask: Any = cls.persistent_id
-                cls.persistent_id = lambda self, obj: (  # type: ignore[method-assign]
-                    None if type(obj) in _NO_STORAGES else ask(self, obj)
-                )
+def _pickler(
+    of_leaf: Mapping[int, int], of_storage: Mapping[int, int], made: Mapping[int, Any]
+) -> type[pickle.Pickler]:
+    """Return what pickles leaves by what stands for them.
 
-            def reducer_override(self, obj: Any) -> Any:
-                number = of_leaf.get(id(obj))
-                if number is not None and number in reduced:
-                    return reduced[number]
-                if not isinstance(obj, torch.Tensor | FlatShard | LeafSpec):
-                    return NotImplemented
-                if isinstance(obj, LeafSpec) and number is not None:
-                    return _reduced(_joined(obj, made[number]))
-                if isinstance(obj, FlatShard) or as_dtensor(obj) is not None:
-                    raise ValueError(
-                        "a sharded tensor is within an object that is no dict, list or tuple; the "
-                        f"ranks cannot look into it: {obj!r}"
-                    )
-                if type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):
-                    return _on_host(obj, made.get(of_storage.get(_storage_of(obj), -1)))
+    Args:
+        of_leaf, of_storage: numbers of the sources, by the `id` of sharded leaves, and by the
+            identity of the storages of plain ones.
+        made: what stands for sources.
+    """
+
+    class StandInPickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if not isinstance(obj, torch.Tensor | FlatShard | LeafSpec):
                 return NotImplemented
+            stand_in = made.get(of_leaf.get(id(obj), -1))
+            if isinstance(stand_in, torch.Tensor):
+                return _reduced(stand_in)
+            if isinstance(obj, LeafSpec) and stand_in is not None:
+                return _reduced(_joined(obj, stand_in))
+            if isinstance(obj, FlatShard) or as_dtensor(obj) is not None:
+                raise ValueError(
+                    "a sharded tensor is within an object that is no dict, list or tuple; the "
+                    f"ranks cannot look into it: {obj!r}"
+                )
+            if type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):
+                number = of_storage.get(obj.untyped_storage()._cdata, -1)
+                return _reduced(_on_host(obj, made.get(number)))
+            return NotImplemented
 
-        return StandInPickler
+    return StandInPickler
 
 
 def _made_for(
@@ -274,7 +227,7 @@ def _made_for(
     return found
 
 
-def _joined(like: LeafSpec, storage: Any) -> Any:
+def _joined(like: LeafSpec, storage: Any) -> torch.Tensor:
     """Return the plain tensor that is pickled for one of a merged state.
 
     Args:
@@ -287,22 +240,16 @@ def _joined(like: LeafSpec, storage: Any) -> Any:
     return tensor.requires_grad_(like.requires_grad)
 
 
-def _on_host(tensor: torch.Tensor, storage: Any | None) -> Any:
-    """Return how a plain tensor of a device is pickled as if it were on the host.
+def _on_host(tensor: torch.Tensor, storage: Any | None) -> torch.Tensor:
+    """Return a plain tensor of a device as if it were on the host.
 
     Args:
         storage: what stands for its storage, if anything does.
     """
-    own: Any = tensor.untyped_storage()
+    storage = tensor.untyped_storage().cpu() if storage is None else storage
     offset = int(tensor.storage_offset())
-    host = _view(
-        own.cpu() if storage is None else storage,
-        tensor.dtype,
-        offset,
-        tensor.shape,
-        tensor.stride(),
-    )
-    return _reduced(host.requires_grad_(tensor.requires_grad))
+    host = _view(storage, tensor.dtype, offset, tensor.shape, tensor.stride())
+    return host.requires_grad_(tensor.requires_grad)
 
 
 def _view(
@@ -310,10 +257,6 @@ def _view(
 ) -> torch.Tensor:
     found = torch.empty(0, dtype=dtype, device="cpu")
     return found.set_(storage, offset, shape, stride)
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _reduced(tensor: Any) -> Any:

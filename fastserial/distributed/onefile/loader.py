@@ -1,4 +1,4 @@
-"""`fastserial.distributed.load`: one ordinary torch file into any placement, on many ranks."""
+"""`fastserial.distributed.load`: a torch file, or a folder of safetensors files, on many ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from fastserial import config as config_module
+from fastserial.checkpoints.verify.file_list import read_index
 from fastserial.checksums import PartialCrc as CrcPiece
 from fastserial.checksums import crc32_combine, crc_mismatch
 from fastserial.config import Config
@@ -21,12 +22,18 @@ from fastserial.distributed.plan.matching import Match, file_leaves, path_name, 
 from fastserial.distributed.plan.owners import ReadShares, divide_reads
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.reading.part_reader import PartReader
-from fastserial.distributed.sharding.file_index import FileIndex, fingerprint, index_of_file
+from fastserial.distributed.sharding.file_index import (
+    FileIndex,
+    FileTensor,
+    fingerprint,
+    index_of_file,
+)
 from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMismatchError
+from fastserial.formats.safetensors import INDEX, ONE_FILE
 from fastserial.interrupts import finish
 from fastserial.loading.reader import FastFileReader
 from fastserial.memory.held_settings import paused_collection
-from fastserial.reports import Latency, LoadReport, RankReport, publish_load
+from fastserial.reports import LoadReport, RankReport, publish_load
 
 _SHOWN = 20  # keys, and mismatches, that an error names
 _RACES = 8  # so often the file may be replaced while the ranks open it
@@ -42,7 +49,7 @@ def load_file(
     cast: bool,
     timeout: float,
 ) -> LoadReport:
-    """Fill what the ranks hold from one file; see `fastserial.distributed.load`. Collective."""
+    """Fill what the ranks hold; see `fastserial.distributed.load`. Collective."""
     began = perf_counter()
     task: LoadTask | None = None
     refusal, result = "", None
@@ -133,13 +140,13 @@ class LoadTask:
         self._strict = strict
         self._began = began
         self.is_filling = False
-        self._reader: FastFileReader | None = None
+        self._readers: dict[str, FastFileReader] = {}  # by the names of the files
+        self._file_of: dict[int, str] = {}  # by the tensors' numbers
         self._planned = began
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
-        if self._reader is not None:
-            self._reader.close()
+        """Close the files. Idempotent."""
+        finish(*(reader.close for reader in self._readers.values()))
 
     def compare(self, into: Any, cast: bool) -> str:
         """Compare what is wanted with what there is, on all ranks.
@@ -149,11 +156,12 @@ class LoadTask:
         """
         traffic = self._traffic
         with paused_collection():
-            self._index = index = self._read_index()
-            leaves = file_leaves(index.value)
+            value = self._contents(self._read_index())
+            leaves = file_leaves(value)
             grids = grids_of(leaves)
-            self._match = match = Match(traffic.rank, traffic.ranks, cast)
-            match.compare(into, index.value)
+            tied = self._container == "safetensors"  # a file has the first of tied tensors only
+            self._match = match = Match(traffic.rank, traffic.ranks, cast, tied)
+            match.compare(into, value)
             self._targets, self._odd = targets_of(match.jobs, grids)
             wanted = wanted_of(self._targets)
             found = _Compared(
@@ -176,61 +184,70 @@ class LoadTask:
         self._planned = perf_counter()
         return ""
 
-    def _read_index(self) -> FileIndex:
-        """Read the index on rank 0, and open the same file on all ranks.
+    def _read_index(self) -> dict[str, FileIndex]:
+        """Read the index of each file on rank 0, and open the same files on all ranks.
 
-        If another process replaces the file in between, they try again.
+        If another process replaces a file in between, they try again.
         """
 
-        def read(_: list[Any]) -> FileIndex:
-            return index_of_file(self._open().fd, self.path)
+        def read(_: list[Any]) -> dict[str, FileIndex]:
+            return {
+                name: index_of_file(self._open(name).fd, self._path_of(name))
+                for name in _files_of(self.path)
+            }
 
         for left in reversed(range(_RACES)):
-            index: FileIndex = self._traffic.decide(None, read)
-            reader = self._open()
-            same = (
-                reader.size == index.size
-                and fingerprint(reader.fd, reader.size) == index.fingerprint
-            )
+            indexes: dict[str, FileIndex] = self._traffic.decide(None, read)
+            same = all(self._has(name, index) for name, index in indexes.items())
             if not same and not left:
                 break
             if self._traffic.decide(same, all):
-                return index
+                return indexes
             self.close()
-            self._reader = None
+            self._readers.clear()
         raise CorruptCheckpointError(
             "it is not the file that rank 0 sees; every rank needs the same one", path=self.path
         )
 
-    def _open(self) -> FastFileReader:
-        if self._reader is None:
-            if os.path.exists(os.path.join(self.path, ".metadata")):
-                text = (
-                    "it is a folder of torch.distributed.checkpoint. Load it by dcp.load (with "
-                    "FastStorageReader), or make one file of it: fastserial.convert(folder, file)"
-                )
-                raise IsADirectoryError(errno.EISDIR, text, self.path)
-            self._reader = FastFileReader(self.path, self._config)
-        return self._reader
+    def _has(self, name: str, index: FileIndex) -> bool:
+        """Return whether a file is, on this rank, the one that an index is of."""
+        reader = self._open(name)
+        is_as_large = reader.size == index.size
+        return is_as_large and fingerprint(reader.fd, reader.size) == index.fingerprint
+
+    def _open(self, name: str) -> FastFileReader:
+        if name not in self._readers:
+            self._readers[name] = FastFileReader(self._path_of(name), self._config)
+        return self._readers[name]
+
+    def _path_of(self, name: str) -> str:
+        return os.path.join(self.path, name) if name else self.path
+
+    def _contents(self, indexes: dict[str, FileIndex]) -> Any:
+        """Return what all files hold together, with a number of its own for each tensor."""
+        first, *others = indexes.values()
+        self._container, self._records = first.container, first.records
+        count = 0
+        for name, index in indexes.items():
+            tensors = [one for _, one in file_leaves(index.value) if isinstance(one, FileTensor)]
+            for tensor in tensors if others else ():
+                tensor.number, tensor.same = tensor.number + count, tensor.same + count
+            self._file_of.update((tensor.number, name) for tensor in tensors)
+            count += len(tensors)
+        if not others:
+            return first.value
+        return {key: value for index in indexes.values() for key, value in index.value.items()}
 
     def _decide(self, found: Sequence[_Compared], names: Sequence[str]) -> _LoadDecision:
         """Return rank 0's decision for all ranks."""
         unexpected = sorted(set.intersection(*(one.unused for one in found)))
-        lines = _by_rank([one.problems for one in found])
+        problems = [one.problems for one in found]
         if len({one.call for one in found}) > 1:
-            lines.append("broadcast, strict and verify_on_load are not the same on all ranks")
-        if self._strict:
-            missing = _by_rank([one.missing for one in found])
-            if missing:
-                lines.append(f"not in the file: {_listed(missing)}")
-            if unexpected:
-                extra = [names[number] for number in unexpected]
-                lines.append(f"only in the file: {_listed(extra)}")
-        refusal = ""
-        if lines:
-            more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-            text = "\n\t".join([*lines[:_SHOWN], *more])
-            refusal = f"{self.path} does not fit what is to be filled:\n\t{text}"
+            text = "broadcast, strict and verify_on_load are not the same on all ranks"
+            problems = [[*some, text] for some in problems]
+        extra = [names[number] for number in unexpected]
+        missing = [one.missing for one in found]
+        refusal = refusal_of(self.path, problems, missing, extra, self._strict)
         return _LoadDecision(refusal, unexpected, [one.wanted for one in found])
 
     # -- bytes ---------------------------------------------------------------------------------
@@ -250,36 +267,47 @@ class LoadTask:
         return result
 
     def _move(self) -> None:
-        reader = self._open()
-        records = self._index.records if self._config.verify_on_load else ()
-        known = [record for record in records if record.crc is not None]
-        self._parts = PartReader(reader, known, between=self._traffic.alive)
-        self._flow = Flow(self._traffic, self._parts, self._grids)
-        alone = self._shares.alone[self._traffic.rank if self._broadcast else 0]
-        self._parts.read_own([self._targets[index] for index in alone])
-        read_odd(self._odd, reader)
-        self._own_read = perf_counter()
-        self._flow.share(self._shares.common, self._wanted, self._targets)
-        self._filled = perf_counter()
+        """Read and exchange the bytes, file by file."""
+        wants_records = self._config.verify_on_load
+        self._known = [one for one in self._records if wants_records and one.crc is not None]
+        own = self._shares.alone[self._traffic.rank if self._broadcast else 0]
+        self._flows: list[Flow] = []
+        self._own_seconds = self._shared_seconds = 0.0
+        for name, reader in self._readers.items():
+            began = perf_counter()
+            parts = PartReader(reader, self._known, between=self._traffic.alive)
+            flow = Flow(self._traffic, parts, self._grids)
+            self._flows.append(flow)
+            targets = [self._targets[index] for index in own]
+            parts.read_own([one for one in targets if self._is_in(name, one.grid.tensor)])
+            read_odd([job for job in self._odd if self._is_in(name, job.tensor)], reader)
+            self._own_seconds += perf_counter() - began
+            common = [one for one in self._shares.common if self._file_of[one.array] == name]
+            flow.share(common, self._wanted, self._targets)
+            self._shared_seconds += perf_counter() - began
+        self._shared_seconds -= self._own_seconds
+
+    def _is_in(self, name: str, tensor: FileTensor) -> bool:
+        return self._file_of[tensor.number] == name
 
     def _judge(self) -> _LoadResult:
         """Compare the checksums with what all ranks read, and gather what they did."""
-        exchange = self._flow.exchange
+        flows = self._flows
         line = RankReport(
             rank=self._traffic.rank,
             node=node_name(),
-            bytes=self._parts.bytes_read,
-            sent_bytes=exchange.sent_bytes,
-            received_bytes=exchange.received_bytes,
+            bytes=sum(flow.parts.bytes_read for flow in flows),
+            sent_bytes=sum(flow.exchange.sent_bytes for flow in flows),
+            received_bytes=sum(flow.exchange.received_bytes for flow in flows),
             phases={
                 "plan": self._planned - self._began,
-                "own": self._own_read - self._planned,
-                "share": self._filled - self._own_read,
+                "own": self._own_seconds,
+                "share": self._shared_seconds,
             },
         )
         checked = self._config.verify_on_load and not self._odd
-        all_checked = checked and all(map(self._parts.checks, self._targets))
-        mine = _Read(line, self._parts.ledger.pieces(), all_checked)
+        all_checked = checked and all(map(flows[0].parts.checks, self._targets))
+        mine = _Read(line, flows[0].parts.ledger.pieces(), all_checked)
         result: _LoadResult = self._traffic.decide(mine, self._decide_on_checksums)
         return result
 
@@ -304,7 +332,7 @@ class LoadTask:
                 pieces.setdefault(piece.record, set()).add(piece)
         known = True
         for number, some in sorted(pieces.items()):
-            record = self._parts.records[number]
+            record = self._known[number]
             at = crc = 0
             for piece in sorted(some, key=lambda one: (one.start, -one.length)):
                 if piece.start == at:
@@ -319,27 +347,68 @@ class LoadTask:
 
     def report(self, result: _LoadResult) -> LoadReport:
         """Return what happened."""
-        blocks, config = self._open().blocks, self._config
-        counts = blocks.counts
+        blocks = [reader.blocks for reader in self._readers.values()]
+        counts = [one.counts for one in blocks]
         return LoadReport(
             path=self.path,
-            container=self._index.container,
+            container=self._container,
             bytes=sum(line.bytes for line in result.ranks),
             seconds=perf_counter() - self._began,
-            engine=blocks.engine_name,
-            direct_bytes=counts.direct,
-            cached_bytes=counts.cached,
+            engine=blocks[0].engine_name,
+            direct_bytes=sum(one.direct for one in counts),
+            cached_bytes=sum(one.cached for one in counts),
             verified=result.verified,
-            fallback=blocks.fallback,
-            block_size=config.block_size,
-            queue_depth=config.queue_depth,
-            threads=config.threads,
-            submit=Latency.of(counts.submit_seconds),
-            complete=Latency.of(counts.complete_seconds),
+            fallback=next((one.fallback for one in blocks if one.fallback), None),
             ranks=result.ranks,
             missing_keys=tuple(self._match.missing),
             unexpected_keys=self._unexpected,
         )
+
+
+def refusal_of(
+    path: str,
+    problems: Sequence[Sequence[str]],
+    missing: Sequence[Sequence[str]],
+    unexpected: Sequence[str],
+    strict: bool,
+) -> str:
+    """Return why a checkpoint does not fit what is to be filled, empty if it does.
+
+    Args:
+        problems, missing: of each rank.
+        unexpected: what no rank wants.
+    """
+    lines = _by_rank(problems)
+    if strict:
+        absent = _by_rank(missing)
+        lines += [f"not in the file: {_listed(absent)}"] if absent else []
+        lines += [f"only in the file: {_listed(unexpected)}"] if unexpected else []
+    if not lines:
+        return ""
+    more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    text = "\n\t".join([*lines[:_SHOWN], *more])
+    return f"{path} does not fit what is to be filled:\n\t{text}"
+
+
+def _files_of(path: str) -> list[str]:
+    """Return the names of a folder's safetensors files; of a file an empty one.
+
+    Raises:
+        CorruptCheckpointError: the index is damaged, or names a file outside of the folder.
+        OSError: it cannot be read, or is a folder of something else.
+    """
+    if not os.path.isdir(path):
+        return [""]
+    index = os.path.join(path, INDEX)
+    if os.path.exists(index):
+        return list(read_index(index))
+    if os.path.exists(os.path.join(path, ONE_FILE)):
+        return [ONE_FILE]
+    text = (
+        "it is a folder without safetensors files. Load one of torch.distributed.checkpoint by "
+        "dcp.load (with FastStorageReader), or make a file of it: fastserial.convert(folder, file)"
+    )
+    raise IsADirectoryError(errno.EISDIR, text, path)
 
 
 def _by_rank(texts_of_ranks: Sequence[Sequence[str]]) -> list[str]:

@@ -1,7 +1,7 @@
 """`save`: every rank writes a part of one ordinary file, and no rank holds the whole.
 
-1. Each rank makes the table of its state, or takes the last save's if nothing changed, and rank 0
-   lays the file out over memory that is never touched.
+1. Each rank makes the table of its state, and rank 0 lays the file out over memory that is never
+   touched.
 2. If the tables are alike, rank 0 makes the new file and sends the offsets of the records. Each
    rank makes its own schedule, unless the last one was made from the same, and opens the file.
 3. The bytes flow.
@@ -16,38 +16,37 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastserial.checksums import PartialCrc as Crc
 from fastserial.config import current
-from fastserial.distributed.onefile.full_pickle import FileLayout, StandIns
+from fastserial.distributed.onefile.full_pickle import FileLayout, lay_out
 from fastserial.distributed.onefile.shard_writer import ShardWriter
 from fastserial.distributed.onefile.shared_file import FileIdentity, NewFile, OpenedFile
-from fastserial.distributed.plan.schedule import FilePlan, Schedule, schedule
+from fastserial.distributed.plan.division import FilePlan
+from fastserial.distributed.plan.schedule import Schedule, schedule
 from fastserial.distributed.ranks.copies import differing
 from fastserial.distributed.ranks.exchange import Exchange
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.sharding.pieces import TensorSpec
 from fastserial.distributed.state.agreement import Agreement
-from fastserial.distributed.state.facts import facts_of
 from fastserial.distributed.state.merging import merged
 from fastserial.distributed.state.tables import (
     Grids,
-    RecordSources,
     StateTable,
+    sources_of,
     synchronize_devices,
     table_of,
 )
 from fastserial.distributed.state.walk import Leaves, buffers_of, leaves, states
 from fastserial.errors import ConfigError, WriteError, write_error
-from fastserial.formats.zip.layout import archive_name
+from fastserial.formats.zip_layout import archive_name
 from fastserial.interrupts import finish
 from fastserial.memory.held_settings import paused_collection
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.reports import RankReport, SaveReport, publish_save
-from fastserial.saving import torch_writer
+from fastserial.saving.archive import storage_alignment
 from fastserial.saving.extent_writer import Outcome
 
 if TYPE_CHECKING:
@@ -94,46 +93,19 @@ class SaveDecision(NamedTuple):
     sync_alone: bool
 
 
-def decided(found: Sequence[StateSummary], plan: FilePlan, file: FileIdentity) -> SaveDecision:
-    """Return rank 0's decision.
-
-    Args:
-        found: of all ranks.
-        plan, file: the new one.
-    """
-    ranges: Ranges = {}
-    for rank, one in enumerate(found):
-        for source, first, stop in one.ranges:
-            ranges.setdefault(source, []).append((rank, first, stop))
-    grids = [
-        tuple(sorted({grid for several in some for grid in several}))
-        for some in zip(*(one.grids for one in found), strict=False)
-    ]
-    sums = [one.sums for one in found]
-    return SaveDecision(
-        agreed=all(one.digest == found[0].digest for one in found)
-        and (all(one == sums[0] for one in sums) or not differing(sums)),
-        plan=plan,
-        ranges=ranges,
-        grids=grids,
-        file=file,
-        sync_alone=len({one.node for one in found}) > 1,
-    )
-
-
-def writing_ranks(writers: Writers, nodes: Sequence[str]) -> list[int]:
+def writing_ranks(writers: Writers, nodes: Sequence[str], alignment: int) -> list[int]:
     """Return the ranks that write.
 
     Args:
         writers: as the user wants them.
         nodes: of all ranks.
+        alignment: of the tensors' bytes in the file.
 
     Raises:
         ConfigError: torch's storage alignment is no multiple of 16 bytes, with several ranks.
         ValueError: no such writers.
     """
     size = len(nodes)
-    alignment = torch_writer.alignment()
     if alignment % 16 and size > 1:
         raise ConfigError(
             f"with torch's storage alignment of {alignment} bytes elements would lie across the "
@@ -163,33 +135,17 @@ class _Written(NamedTuple):
     report: RankReport
 
 
-@dataclass(slots=True)
-class _KeptPlan:
+class _KeptPlan(NamedTuple):
     """What is kept of the last save; nothing of the state itself.
 
     Attributes:
-        facts: what the table depends on; None: that is not known.
-        table: of the state.
-        stand_ins: on rank 0: what is pickled instead of tensors.
         made_from: what the next two were made from.
         specs, made: the tensors as all ranks hold them, and what this rank does.
     """
 
-    facts: list[Any] | None
-    table: StateTable
-    stand_ins: StandIns | None = None
-    made_from: tuple[Any, ...] = ()
-    specs: Sequence[TensorSpec] = ()
-    made: Schedule | None = None
-
-
-class _Prepared(NamedTuple):
-    """A save up to its first byte."""
-
-    writer: ShardWriter
-    nbytes: int
-    decision: SaveDecision
-    phases: dict[str, float]
+    made_from: tuple[Any, ...]
+    specs: Sequence[TensorSpec]
+    made: Schedule
 
 
 def save_file(
@@ -226,7 +182,7 @@ class SaveTask:
     ) -> None:
         if merge not in (None, "union"):
             raise ConfigError(f'merge must be None or "union", not {merge!r}')
-        self._traffic = traffic
+        self.traffic = traffic
         self.path = path
         self._writers = writers
         self._merge = merge
@@ -237,6 +193,10 @@ class SaveTask:
         self._laid_out: FileLayout | None = None  # on rank 0
         self._reports: tuple[RankReport, ...] = ()
         self._makes_file = True
+        # Until the first byte is written:
+        self._decision: SaveDecision
+        self._writer: ShardWriter
+        self._phases: dict[str, float] = {}
 
     def run(self, obj: object) -> SaveReport:
         """Save; return this rank's report."""
@@ -249,56 +209,45 @@ class SaveTask:
         Returns:
             The tensors of the state, and the modules and optimizers of the object.
         """
-        traffic = self._traffic
+        traffic = self.traffic
         with paused_collection():
-            found, modules, kept, decision = self._plan(obj)
-            if kept.made is None:
-                raise ValueError("nothing was planned")
+            found, modules, table = self._plan(obj)
+            kept = self._schedule(table)
             if self._new is None:
-                self._opened = OpenedFile(decision.file)
+                self._opened = OpenedFile(self._decision.file)
         planned = perf_counter()
         traffic.agree()
-        phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
-        if kept.table.devices:
-            synchronize_devices(found.values)
+        self._phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
+        synchronize_devices(found.values)
         rest = self._laid_out.rest if self._laid_out is not None else ()
-        sources = RecordSources(kept.table, kept.specs, found.values, traffic.rank, rest)
-        writer = ShardWriter(decision.plan, kept.made, sources, self._laid_out)
-        self._prepared = _Prepared(writer, kept.made.nbytes, decision, phases)
+        sources = sources_of(table, kept.specs, found.values, traffic.rank, rest)
+        self._writer = ShardWriter(self._decision.plan, kept.made, sources, self._laid_out)
         return found, modules
 
     def measure(self, obj: object) -> int:
         """Return the bytes of the file that would be written, and write none. Collective."""
         self._makes_file = False
-        _, _, _, decision = self._plan(obj)
-        return decision.file.nbytes
+        self._plan(obj)
+        return self._decision.file.nbytes
 
     def freeze(self, taken: Snapshot) -> None:
-        """Take a snapshot of what is to be saved, between `prepare` and `finish`."""
-        self._prepared.writer.freeze(taken)
+        """Copy what is to be saved, if there is room, between `prepare` and `finish`."""
+        self._writer.freeze(taken)
 
-    def finish(self, check: Callable[[], object] | None = None) -> SaveReport:
-        """Write; return what this rank knows of the save. Collective.
-
-        Args:
-            check: called when this rank has read its bytes; raises if they are not right.
-        """
-        traffic = self._traffic
-        writer, nbytes, decision, phases = self._prepared
+    def finish(self) -> SaveReport:
+        """Write; return what this rank knows of the save. Collective."""
         try:
-            done, outcome = self._write(writer, nbytes, decision, phases)
-            if check is not None:
-                check()
-            traffic.decide(done, lambda found: self._conclude(found, writer))
+            done, outcome = self._write()
+            self.traffic.decide(done, self._conclude)
         except OSError as error:
             raise self._explained(error) from error
         if self._opened is not None:
             self._opened.close()
-        return self._report(decision, done.report, outcome)
+        return self._report(done.report, outcome)
 
-    def _plan(self, obj: object) -> tuple[Leaves, list[Any], _KeptPlan, SaveDecision]:
-        """Agree with the other ranks on the plan: the one that all have, or a new one."""
-        traffic = self._traffic
+    def _plan(self, obj: object) -> tuple[Leaves, list[Any], StateTable]:
+        """Agree with the other ranks on the plan; on rank 0, make the new file."""
+        traffic = self.traffic
         found = leaves(obj)
         modules, state = found.live, obj
         buffers = buffers_of(modules)
@@ -308,44 +257,33 @@ class SaveTask:
             state = merged(state, traffic, buffers)
         if state is not obj:
             found = leaves(state)
-        kept = self._known(found, buffers)
-        table = kept.table
+        table = table_of(found, traffic.rank, traffic.ranks, buffers)
         agreement = Agreement(found, table, traffic, self.config)
         if traffic.rank == 0:
-            self._laid_out = self._lay_out(kept, state, found.values)
+            self._laid_out = self._lay_out(table, state, found.values)
         mine = StateSummary(
             node_name(), table.ranges(), table.grids, agreement.digest, agreement.sums
         )
-        decision: SaveDecision = traffic.decide(mine, self._decide)
-        if not decision.agreed:
+        self._decision = traffic.decide(mine, self._decide)
+        if not self._decision.agreed:
             agreement.settle()
+        return found, modules, table
+
+    def _schedule(self, table: StateTable) -> _KeptPlan:
+        """Return what this rank does: that of the last save, if it was made from the same."""
+        traffic, decision = self.traffic, self._decision
         made_from = decision.plan, decision.ranges, decision.grids, table.digest
-        if self._makes_file and kept.made_from != made_from:
-            kept.specs = table.completed(decision.ranges, decision.grids)
+        kept = traffic.kept.get(self.container)
+        if not isinstance(kept, _KeptPlan) or kept.made_from != made_from:
+            specs = table.completed(decision.ranges, decision.grids)
             tile = tile_bytes(traffic.size)
-            kept.made = schedule(decision.plan, kept.specs, traffic.rank, traffic.size, tile)
-            kept.made_from = made_from
-        traffic.kept[self.container] = kept
-        return found, modules, kept, decision
+            made = schedule(decision.plan, specs, traffic.rank, traffic.size, tile)
+            kept = traffic.kept[self.container] = _KeptPlan(made_from, specs, made)
+        return kept
 
-    def _lay_out(self, kept: _KeptPlan, state: Any, values: Sequence[Any]) -> FileLayout:
+    def _lay_out(self, table: StateTable, state: Any, values: Sequence[Any]) -> FileLayout:
         """Lay the file out. On rank 0."""
-        kept.stand_ins = kept.stand_ins or StandIns(kept.table, values)
-        return kept.stand_ins.lay_out(self._archive(), state, values)
-
-    def _known(self, found: Leaves, buffers: set[int]) -> _KeptPlan:
-        """Return what is known of a state: what is kept, if nothing of it has changed."""
-        traffic = self._traffic
-        last = traffic.kept.get(self.container)
-        if not isinstance(last, _KeptPlan):
-            last = _KeptPlan([], StateTable())
-        facts = facts_of(found.paths, found.values)
-        if facts is not None:
-            facts.append(len(buffers))
-            if facts == last.facts:
-                return replace(last, facts=facts)  # compared faster with the same objects
-        table = table_of(found, traffic.rank, traffic.ranks, buffers)
-        return replace(last, facts=facts, table=table, stand_ins=None)
+        return lay_out(self._archive(), state, values, table)
 
     def _archive(self) -> str:
         """Return the name that torch puts before the names of the file's records."""
@@ -358,63 +296,69 @@ class SaveTask:
         """Return rank 0's decision for all ranks."""
         if self._laid_out is None:
             raise ValueError("only rank 0 decides")
-        writers = writing_ranks(self._writers, [one.node for one in found])
-        plan, nbytes = self._laid_out.file_plan(writers), self._laid_out.nbytes
-        file = FileIdentity("", 0, nbytes)
+        # safetensors aligns each element to its own size
+        alignment = storage_alignment() if self.container == "zip" else 16
+        nodes = [one.node for one in found]
+        plan = self._laid_out.file_plan(writing_ranks(self._writers, nodes, alignment))
+        file = FileIdentity("", 0, self._laid_out.nbytes)
         if self._makes_file:
             self._new = NewFile(self.path, self.config)
-            file = self._new.allocate(nbytes)
-        return decided(found, plan, file)
+            file = self._new.allocate(file.nbytes)
+        ranges: Ranges = {}
+        for rank, one in enumerate(found):
+            for source, first, stop in one.ranges:
+                ranges.setdefault(source, []).append((rank, first, stop))
+        grids = [
+            tuple(sorted({grid for several in some for grid in several}))
+            for some in zip(*(one.grids for one in found), strict=False)
+        ]
+        agreed = all(one.digest == found[0].digest for one in found)
+        agreed = agreed and not differing([one.sums for one in found])
+        return SaveDecision(agreed, plan, ranges, grids, file, len(set(nodes)) > 1)
 
-    def _write(
-        self, writer: ShardWriter, nbytes: int, decision: SaveDecision, phases: dict[str, float]
-    ) -> tuple[_Written, Outcome]:
+    def _write(self) -> tuple[_Written, Outcome]:
         """Write this rank's part; return what rank 0 has to know of it."""
-        traffic, opened = self._traffic, self._opened
+        traffic, writer, opened = self.traffic, self._writer, self._opened
         exchange = Exchange(traffic)
         fd = opened.fd if opened is not None else self._new.file.fd if self._new is not None else -1
         outcome = writer.write(fd, self.config, exchange, lambda nbytes: traffic.alive())
         syncing = perf_counter()
-        if decision.sync_alone and opened is not None and self.config.durable:
+        if self._decision.sync_alone and opened is not None and self.config.durable:
             opened.sync()
-        phases |= {**writer.seconds, "sync": perf_counter() - syncing}
         report = RankReport(
             rank=traffic.rank,
             node=node_name(),
-            bytes=nbytes,
+            bytes=writer.nbytes,
             sent_bytes=exchange.sent_bytes,
             received_bytes=exchange.received_bytes,
-            phases=phases,
+            phases={**self._phases, **writer.seconds, "sync": perf_counter() - syncing},
         )
         return _Written(writer.crcs(), report), outcome
 
-    def _conclude(self, done: list[_Written], writer: ShardWriter) -> None:
+    def _conclude(self, done: list[_Written]) -> None:
         """Finish the file. On rank 0."""
         self._reports = tuple(found.report for found in done)
         if self._new is None:
             raise ValueError("only rank 0 concludes")
         for found in done[1:]:
-            writer.ledger.merge(found.crcs)
+            self._writer.ledger.merge(found.crcs)
         began = perf_counter()
-        writer.seal(self._new.file.fd)
+        self._writer.seal(self._new.file.fd)
         self._new.file.sync()
         self._new.file.commit()
         self._reports[0].phases["sync"] += perf_counter() - began
 
-    def _report(self, decision: SaveDecision, mine: RankReport, outcome: Outcome) -> SaveReport:
+    def _report(self, mine: RankReport, outcome: Outcome) -> SaveReport:
         config, new = self.config, self._new
         return SaveReport(
             path=self.path,
             container=self.container,
-            bytes=decision.file.nbytes,
+            bytes=self._decision.file.nbytes,
             seconds=perf_counter() - self._began,
             engine=outcome.engine,
             direct=outcome.direct,
             durable=new.file.durable if new is not None else config.durable,
             fallback=(new.file.fallback if new is not None else None) or outcome.fallback,
-            block_size=config.block_size,
-            queue_depth=config.queue_depth,
-            threads=config.threads,
             phases=self._reports[0].phases if self._reports else mine.phases,
             transfer=outcome.transfer.word,
             transfer_why=outcome.transfer.why,

@@ -5,36 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
-from typing import TypeVar
 
 import torch
 
-from fastserial.checksums import CrcLedger, crc32_combine
-from fastserial.checksums import PartialCrc as Crc
+from fastserial.checksums import CrcLedger, PartialCrc
 from fastserial.config import Config
 from fastserial.distributed.onefile.full_pickle import FileLayout
-from fastserial.distributed.plan.schedule import (
-    CONTAINER,
-    FilePlan,
-    FileRange,
-    Move,
-    Round,
-    Schedule,
-)
+from fastserial.distributed.plan.division import FilePlan
+from fastserial.distributed.plan.schedule import CONTAINER, FileRange, Move, Round, Schedule
 from fastserial.distributed.ranks.exchange import (
-    Elements,
     Exchange,
     GatheredMemory,
     MemorySlice,
     held_in_box,
     held_in_range,
-    view_in_box,
 )
 from fastserial.distributed.sharding.boxes import Box
-from fastserial.distributed.state.tables import RecordSources
-from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer
+from fastserial.distributed.state.tables import RecordSource
+from fastserial.formats.extents import Data, Extent, Trailer
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import HostMemory, Memory
 from fastserial.overlap.snapshot import Snapshot, StoragePart
@@ -43,14 +33,13 @@ from fastserial.saving.fill import write_all
 
 _CRC = struct.Struct("<I")
 _CRC_AT = 4  # in a data descriptor
-_SEALED = 8  # bytes of a data descriptor up to the end of its CRC-32
-_Cut = TypeVar("_Cut")
 
 
 class ShardWriter:
     """Writes what a schedule gives this rank.
 
     Attributes:
+        nbytes: how many bytes it writes.
         ledger: the CRC-32s of what it wrote.
         seconds: of the phases `exchange` and `write`.
     """
@@ -59,7 +48,7 @@ class ShardWriter:
         self,
         plan: FilePlan,
         made: Schedule,
-        sources: RecordSources,
+        sources: Sequence[RecordSource],
         laid_out: FileLayout | None,
     ) -> None:
         """Start with nothing written.
@@ -69,37 +58,36 @@ class ShardWriter:
         """
         self._plan = plan
         self._made = made
+        self.nbytes = made.nbytes
         self._sources = sources
         self._laid_out = laid_out
         self._checksums = plan.checksums
         self._taken: dict[Move | FileRange, Memory] = {}  # what was taken of the state
-        self._ends = {record: offset + size for record, _, offset, size in plan.records}
-        sizes = [0] * (max(self._ends, default=-1) + 1)
+        sizes = [0] * (max((record for record, *_ in plan.records), default=-1) + 1)
         for record, _, _, nbytes in plan.records:
             sizes[record] = nbytes
         self._sizes = sizes
         self.ledger = CrcLedger(sizes, [None if size else 0 for size in sizes])
-        self._sealed: set[int] = set()  # records whose data descriptor has its CRC-32
         self.seconds = {"exchange": 0.0, "write": 0.0}
 
     def freeze(self, taken: Snapshot) -> None:
-        """Take what this rank reads of the state as it is now, whatever becomes of it.
-
-        What it sends, or has in strides, is copied, if there is room.
-        """
+        """Copy what this rank reads of the state, if there is room."""
         parts: list[StoragePart] = []
         with paused_collection():
             rounds = map(self._made.round, self._made.rounds)
             sends = [move for found in rounds for some in found.sends.values() for move in some]
             moves = [move for move in sends if move.piece.record != CONTAINER]
-            pieces = [piece for piece in self._made.locals() if piece.record != CONTAINER]
+            pieces = [piece for piece in self._made.own_pieces() if piece.record != CONTAINER]
             for move in moves:
-                view = self._held_as(move, view_in_box)
+                view = self._view_of(move)
                 parts.append(StoragePart(GatheredMemory(view, 0, view.nbytes), 0, view.nbytes))
             parts += [self._sources[p.source].part(p.start, p.length) for p in pieces]
-            self._taken = dict(zip((*moves, *pieces), taken.take(parts), strict=True))
-        self._sources.release()
-        taken.begin()
+            copies = taken.take(parts)
+            if copies is None:
+                return
+            self._taken = dict(zip((*moves, *pieces), copies, strict=True))
+        for source in self._sources:
+            source.release()
 
     def write(
         self, fd: int, config: Config, exchange: Exchange, on_progress: Callable[[int], None]
@@ -116,7 +104,7 @@ class ShardWriter:
         out = ExtentWriter(fd, config, on_progress)
         out.expect(self._made.nbytes)
         try:
-            own = _cut(self._local_extents(), config.block_size)
+            own = _cut(self._own_extents(), config.block_size)
             self._write_rounds(out, exchange, own, config.block_size * config.queue_depth)
             with self._timed("write"):
                 out.write(own, self.ledger)
@@ -125,21 +113,9 @@ class ShardWriter:
             out.close()
         return out.outcome
 
-    def crcs(self) -> list[Crc]:
-        """Return the CRC-32s of what this rank wrote, what lies side by side as one."""
-        found: list[Crc] = []
-        if not self._checksums:
-            return found
-        for piece in sorted(self.ledger.pieces()):
-            last = found[-1] if found else None
-            if not piece.length:
-                continue
-            if last and last.record == piece.record and last.start + last.length == piece.start:
-                crc = crc32_combine(last.crc, piece.crc, piece.length)
-                found[-1] = Crc(last.record, last.start, last.length + piece.length, crc)
-            else:
-                found.append(piece)
-        return found
+    def crcs(self) -> list[PartialCrc]:
+        """Return the CRC-32s of what this rank wrote."""
+        return self.ledger.pieces() if self._checksums else []
 
     def seal(self, fd: int) -> None:
         """Write what needs the checksums of all ranks, which are in the ledger. On rank 0.
@@ -151,11 +127,7 @@ class ShardWriter:
             raise ValueError("only rank 0 seals the file")
         ledger, records = self.ledger, self._plan.records
         if self._checksums:
-            patches = [
-                (record, offset + nbytes + _CRC_AT)
-                for record, _, offset, nbytes in records
-                if record not in self._sealed
-            ]
+            patches = [(record, offset + nbytes + _CRC_AT) for record, _, offset, nbytes in records]
             for _, at in patches:  # else each write waits until the rest of its page is read
                 with contextlib.suppress(OSError):
                     os.posix_fadvise(fd, at, _CRC.size, os.POSIX_FADV_WILLNEED)
@@ -220,7 +192,7 @@ class ShardWriter:
         yield
         self.seconds[phase] += perf_counter() - began
 
-    def _held(self, move: Move) -> Elements:
+    def _held(self, move: Move) -> torch.Tensor:
         """Return what this rank sends of a move."""
         memory = self._taken.get(move)
         if memory is not None:
@@ -232,16 +204,14 @@ class ShardWriter:
             found = torch.empty(shape, dtype=dtype, device="cpu")
             memory.copy_to(found.data_ptr(), 0, found.nbytes)
             return found
-        return self._held_as(move, held_in_box)
+        return self._view_of(move)
 
-    def _held_as(
-        self, move: Move, cut: Callable[[torch.Tensor, Box, Box], _Cut]
-    ) -> _Cut | torch.Tensor:
-        """Return what this rank sends of a move, cut from its memory as a run or as a view."""
+    def _view_of(self, move: Move) -> torch.Tensor:
+        """Return the view of this rank's memory that it sends of a move."""
         if move.part is None:
             return self._held_alone(move.piece)
         view, whole = self._part_of(move.piece, move.part)
-        return cut(view, whole, move.part)
+        return held_in_box(view, whole, move.part)
 
     def _held_alone(self, piece: FileRange) -> torch.Tensor:
         """Return bytes that rank 0 alone has."""
@@ -259,7 +229,7 @@ class ShardWriter:
                 return view, whole
         raise ValueError(f"this rank has no {part} of {self._sources[piece.source].key}")
 
-    def _in_tile(self, move: Move, tile: torch.Tensor) -> Elements:
+    def _in_tile(self, move: Move, tile: torch.Tensor) -> torch.Tensor:
         """Return where what a move brings belongs."""
         piece, at, _, part = move
         flat = tile[at : at + piece.length]
@@ -276,35 +246,19 @@ class ShardWriter:
             memory = HostMemory(base, self._size_of(piece), tile)
             yield self._extent(piece, memory)
 
-    def _local_extents(self) -> Iterator[Extent]:
-        done: dict[int, int] = {}
-        for piece in self._made.locals():
+    def _own_extents(self) -> Iterator[Extent]:
+        for piece in self._made.own_pieces():
             if piece.record == CONTAINER:
-                yield from self._zip_extents(piece, done)
+                if self._laid_out is None:
+                    raise ValueError(f"only rank 0 has {piece}")
+                yield from self._laid_out.extents_at(piece.offset, piece.length)
                 continue
-            done[piece.record] = done.get(piece.record, 0) + piece.length
             taken = self._taken.get(piece)
             if taken is None:
                 memory = self._sources[piece.source].memory(piece.start)
             else:
                 memory = _from(taken, -piece.start)
             yield self._extent(piece, memory)
-
-    def _zip_extents(self, piece: FileRange, done: dict[int, int]) -> Iterator[Extent]:
-        """Return the zip's own bytes; with checksums where all of a record went before."""
-        if self._laid_out is None:
-            raise ValueError(f"only rank 0 has {piece}")
-        for extent in self._laid_out.extents_at(piece.offset, piece.length):
-            source = extent.source
-            if not isinstance(source, DescriptorPatch):
-                yield extent
-            elif done.get(source.record) == self._sizes[source.record]:
-                if extent.start == 0 and extent.length >= _SEALED:
-                    self._sealed.add(source.record)
-                yield extent
-            else:
-                part = source.data[extent.start : extent.start + extent.length]
-                yield Extent(extent.offset, extent.length, Literal(part))
 
     def _extent(self, piece: FileRange, memory: Memory) -> Extent:
         record = piece.record if self._checksums and piece.record != CONTAINER else None

@@ -1,20 +1,40 @@
-"""Which rank writes which blocks of the file: equally many each, those that it holds first.
+"""Which rank writes which blocks of the file: those that it holds first, else equally many each.
 
-The file is cut at multiples of `GRAIN`, so that no page is written by two ranks. A writer gets the
-blocks that it alone holds, up to its share; blocks that several hold are divided among them. Then
-a block between two ranks' blocks is given to one of them, and strided data to those that hold parts
-of it. The rest is given to the ranks that have less than their share, in file order.
+The file is cut at multiples of `GRAIN`, so that no page is written by two ranks. What one writer
+has it writes, up to its share. `balance` divides the rest: what several have, what lies between the
+parts of several ranks, what no writer has, and what is beyond a share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from fastserial.distributed.sharding.boxes import Box, boxes_of_range, joined, run_of, span_of
+from fastserial.distributed.plan.balance import Workload, assign
+from fastserial.distributed.sharding.boxes import Box, boxes_of_range, run_of, span_of
 from fastserial.distributed.sharding.pieces import Flat, Mesh, TensorSpec, boxes_at
+
+# Bytes. Larger, more edges of shards travel; smaller, writes get shorter.
+GRAIN = 64 * 1024
+
+
+class FilePlan(NamedTuple):
+    """The file, as rank 0 sends it to all ranks.
+
+    Attributes:
+        nbytes: its size.
+        records: those with data, in file order: number, source, offset in the file, bytes. A
+            source below 0 is one that rank 0 alone has.
+        writers: the ranks that write, in order.
+        checksums: whether the file has CRC-32s.
+    """
+
+    nbytes: int
+    records: list[tuple[int, int, int, int]]
+    writers: list[int]
+    checksums: bool = True
 
 
 class HeldBox(NamedTuple):
@@ -30,27 +50,24 @@ class HeldBox(NamedTuple):
     stop: int
 
 
-class HeldRange(NamedTuple):
-    """Consecutive elements [first, stop) and some ranks."""
+class Segment(NamedTuple):
+    """Consecutive elements, bytes or blocks [first, stop), and the ranks that have some of them.
+
+    Attributes:
+        as_stored: each of the ranks has all of them, in the order of the file.
+    """
 
     first: int
     stop: int
     ranks: tuple[int, ...]
+    as_stored: bool = True
 
 
 class Cover(NamedTuple):
-    """A tensor as all ranks hold it.
-
-    Attributes:
-        held: disjoint boxes.
-        runs: those of them that are consecutive elements, in their order, with the ranks that have
-            all of it consecutively.
-        parts: if there are none: elements of which each of the ranks has a part, and nobody else.
-    """
+    """A tensor as all ranks hold it: disjoint boxes, and the segments that they make, in order."""
 
     held: tuple[HeldBox, ...]
-    runs: tuple[HeldRange, ...]
-    parts: tuple[HeldRange, ...]
+    segments: tuple[Segment, ...]
 
 
 @lru_cache(maxsize=8192)
@@ -61,41 +78,27 @@ def cover_of(shape: tuple[int, ...], holders: Mesh | Flat | None, size: int) -> 
         ValueError: nobody holds some of it.
     """
     whole = Box((0,) * len(shape), shape)
-    if isinstance(holders, Flat):
-        runs = _sweep(holders)
-        held = [
-            _held(shape, box, run.ranks)
-            for run in runs
-            for box in boxes_of_range(shape, run.first, run.stop)
-        ]
-    else:
-        boxes: dict[Box, list[int]] = {}
-        if isinstance(holders, Mesh):
-            mesh, placed = holders._replace(grids=()), set()
-            for grid in holders.grids:
-                for index, rank in enumerate(grid):
-                    if rank >= 0 and rank not in placed:
-                        placed.add(rank)
-                        for box in boxes_at(shape, mesh, index):
-                            boxes.setdefault(box, []).append(rank)
-        elif whole.numel:
-            boxes[whole] = list(range(size))
-        held = [_held(shape, box, tuple(sorted(ranks))) for box, ranks in boxes.items()]
-        runs = sorted(
-            HeldRange(one.first, one.stop, one.ranks)
-            for one in held
-            if run_of(shape, one.box) is not None
-        )
-    if sum(one.box.numel for one in held) != whole.numel:
+    segments = _segments_of_ranges(holders) if isinstance(holders, Flat) else None
+    boxes: dict[Box, list[int]] = {}
+    for first, stop, ranks, _ in segments or ():
+        boxes |= {box: list(ranks) for box in boxes_of_range(shape, first, stop)}
+    if isinstance(holders, Mesh):
+        mesh, placed = holders._replace(grids=()), set()
+        for grid in holders.grids:
+            for index, rank in enumerate(grid):
+                if rank >= 0 and rank not in placed:
+                    placed.add(rank)
+                    for box in boxes_at(shape, mesh, index):
+                        boxes.setdefault(box, []).append(rank)
+    elif holders is None and whole.numel:
+        boxes[whole] = list(range(size))
+    if sum(box.numel for box in boxes) != whole.numel:
         raise ValueError("the shards of all ranks do not make the whole tensor")
-    return Cover(tuple(held), tuple(runs), () if runs else tuple(_parts(held)))
+    held = [HeldBox(box, tuple(sorted(some)), *span_of(shape, box)) for box, some in boxes.items()]
+    return Cover(tuple(held), tuple(segments or _segments_of_boxes(shape, held)))
 
 
-def _held(shape: Sequence[int], box: Box, ranks: tuple[int, ...]) -> HeldBox:
-    return HeldBox(box, ranks, *span_of(shape, box))
-
-
-def _sweep(flat: Flat) -> list[HeldRange]:
+def _segments_of_ranges(flat: Flat) -> list[Segment]:
     """Return disjoint ranges with all ranks that hold them."""
     ends: dict[int, list[int]] = {}
     for index, (_, first, stop) in enumerate(flat.ranges):
@@ -107,160 +110,125 @@ def _sweep(flat: Flat) -> list[HeldRange]:
         inside.symmetric_difference_update(ends[first])
         if inside:
             ranks = {flat.ranges[index][0] for index in inside}
-            found.append(HeldRange(first, stop, tuple(sorted(ranks))))
+            found.append(Segment(first, stop, tuple(sorted(ranks))))
     return found
 
 
-def _parts(held: Sequence[HeldBox]) -> list[HeldRange]:
-    """Return what boxes hold that lie in each other's gaps, such as shards of columns."""
-    found: list[tuple[int, int, set[int]]] = []
-    for one in sorted(held, key=lambda one: one.first):
-        if found and one.first < found[-1][1]:
-            first, stop, ranks = found[-1]
-            ranks.update(one.ranks)
-            found[-1] = first, max(stop, one.stop), ranks
-        else:
-            found.append((one.first, one.stop, set(one.ranks)))
-    return [HeldRange(first, stop, tuple(sorted(ranks))) for first, stop, ranks in found]
+def _segments_of_boxes(shape: Sequence[int], held: Sequence[HeldBox]) -> list[Segment]:
+    """Return the consecutive elements that boxes are.
+
+    As one, and not as stored: boxes in each other's gaps, and boxes of the same ranks side by side,
+    which may lie elsewhere in memory.
+    """
+    found: list[Segment] = []
+    for box, ranks, first, stop in sorted(held, key=lambda one: one.first):
+        segment = Segment(first, stop, ranks, run_of(shape, box) is not None)
+        last = found[-1] if found else Segment(0, 0, ())
+        if first < last.stop or (first == last.stop and ranks == last.ranks):
+            found.pop()
+            both = tuple(sorted({*last.ranks, *ranks}))
+            segment = Segment(last.first, max(last.stop, stop), both, False)
+        found.append(segment)
+    return found
 
 
-# Bytes. Larger, more edges of shards travel; smaller, writes get shorter.
-GRAIN = 64 * 1024
-
-Blocks = tuple[int, int]  # from the first on, up to the second
-Runs = Collection[tuple[int, int, Sequence[int]]]  # blocks, and ranks
-
-
-class OwnedBlocks(NamedTuple):
-    """Blocks [first, stop) of the file, and the rank that writes them.
+class OwnedRange(NamedTuple):
+    """Bytes [first, stop) of the file, in whole blocks, and the rank that writes them.
 
     Attributes:
-        direct: all of them are in its memory as they are in the file.
+        ranks: that have parts of them; none if the owner has all of them as they are in the file.
     """
 
     first: int
     stop: int
     owner: int
-    direct: bool
+    ranks: tuple[int, ...]
 
 
-def _blocks_in(first: int, stop: int) -> Blocks:
-    """Return the whole blocks in bytes [first, stop) of the file."""
-    return -(-first // GRAIN), stop // GRAIN
-
-
-def _divide(blocks: int, whole: Runs, parts: Runs, left: dict[int, int]) -> list[OwnedBlocks]:
-    """Return which rank writes what of a file, in its order.
-
-    Args:
-        blocks: of the file.
-        whole: blocks of which each of some ranks has all, in the order in which they are given
-            out; all runs are disjoint, those of `parts` too.
-        parts: blocks of which each of several ranks has a part.
-        left: how many blocks each writer still gets; updated.
-    """
-    found: list[OwnedBlocks] = []
-    _share(found, whole, left, True)
-    taken = sorted([*found, *(OwnedBlocks(first, stop, -1, False) for first, stop, _ in parts)])
-    edges = [(first, stop, near) for first, stop, *near in _gaps(blocks, taken)]
-    _share(found, edges, left, False)
-    _share(found, parts, left, False)
-    found.sort()
-    found += _rest(_gaps(blocks, found), left)
-    found.sort()
-    return found
-
-
-def _share(found: list[OwnedBlocks], runs: Runs, left: dict[int, int], direct: bool) -> None:
-    """Give blocks to their ranks, one after the other, as far as their shares go."""
-    for first, stop, ranks in runs:
-        for rank in ranks:
-            count = min(stop - first, left.get(rank, 0))
-            if count:
-                left[rank] -= count
-                found.append(OwnedBlocks(first, first + count, rank, direct))
-                first += count
-                if first == stop:
-                    break
-
-
-def _gaps(blocks: int, found: Sequence[OwnedBlocks]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the blocks that nobody writes yet, with the owners on both sides; -1: none."""
-    at, before = 0, -1
-    for first, stop, owner, _ in [*found, OwnedBlocks(blocks, blocks, -1, False)]:
-        if at < first:
-            yield at, first, before, owner
-        at, before = stop, owner
-
-
-def _rest(gaps: Iterable[tuple[int, int, int, int]], left: dict[int, int]) -> list[OwnedBlocks]:
-    """Give the gaps to ranks that have less than their share, in file order."""
-    found: list[OwnedBlocks] = []
-    writers = iter([rank for rank, count in left.items() if count])
-    rank = -1
-    for first, stop, *_ in gaps:
-        while first < stop:
-            if not left.get(rank, 0):
-                rank = next(writers)
-            count = min(stop - first, left[rank])
-            left[rank] -= count
-            found.append(OwnedBlocks(first, first + count, rank, False))
-            first += count
-    return found
-
-
-_RANK_0 = (0,)
-
-
-def owned_blocks(
-    nbytes: int,
-    records: Sequence[tuple[int, int, int, int]],
-    writers: Sequence[int],
-    specs: Sequence[TensorSpec],
-    size: int,
-) -> list[OwnedBlocks]:
+def owned_ranges(plan: FilePlan, specs: Sequence[TensorSpec], size: int) -> list[OwnedRange]:
     """Return which rank writes what, in file order: the same on every rank.
 
     Args:
-        nbytes, records, writers: see `FilePlan`.
         specs: of the sources.
         size: of the group.
 
     Raises:
         ValueError: nobody holds some of a tensor.
     """
-    blocks = -(-nbytes // GRAIN)
-    share, more = divmod(blocks, len(writers))
-    left = {rank: share + (index < more) for index, rank in enumerate(writers)}
-    alone: list[tuple[int, int, tuple[int, ...]]] = []
-    several: list[tuple[int, int, tuple[int, ...]]] = []
-    parts: list[tuple[int, int, tuple[int, ...]]] = []
-    of_rank_0: list[tuple[int, int]] = []  # bytes
+    writers = tuple(plan.writers)
+    share = -(-plan.nbytes // GRAIN // len(writers))
+    left = dict.fromkeys(writers, share)  # blocks that a writer still gets of what it alone has
+    items: list[Segment] = []
+    work: list[Workload] = []
+    for first, stop, ranks, as_stored in _blocks(_segments_of_file(plan, specs, size)):
+        owners = tuple([rank for rank in ranks if rank in left])
+        middle = stop
+        if len(owners) == 1:
+            middle = min(stop, first + left[owners[0]])
+            left[owners[0]] -= middle - first
+        for begin, end, able in ((first, middle, owners), (middle, stop, ())):
+            if begin < end:
+                items.append(Segment(begin, end, ranks, as_stored and bool(able)))
+                work.append(Workload((end - begin) * GRAIN, able or writers, end - begin))
+    found: list[OwnedRange] = []
+    for number, owner, begin, end in assign(work, size):
+        first, _, ranks, as_stored = items[number]
+        stop = min((first + end) * GRAIN, plan.nbytes)
+        found.append(OwnedRange((first + begin) * GRAIN, stop, owner, () if as_stored else ranks))
+    return found
+
+
+def _segments_of_file(plan: FilePlan, specs: Sequence[TensorSpec], size: int) -> Iterator[Segment]:
+    """Yield the bytes of a file up to the end of its last block, with the ranks that have them."""
     at = 0
-    for _, source, offset, length in records:
-        of_rank_0.append((at, offset))
+    for _, source, offset, length in plan.records:
+        yield Segment(at, offset, (0,))
         at = offset + length
         if source < 0:
-            of_rank_0.append((offset, at))
+            yield Segment(offset, at, (0,))
             continue
         spec = specs[source]
         item = spec.dtype.itemsize
-        cover = cover_of(spec.shape, spec.held, size)
-        for first, stop, ranks in cover.runs:
-            if ranks == _RANK_0:
-                of_rank_0.append((offset + first * item, offset + stop * item))
-                continue
-            begin, end = _blocks_in(offset + first * item, offset + stop * item)
-            if begin < end:
-                (several if len(ranks) > 1 else alone).append((begin, end, ranks))
-        for first, stop, ranks in cover.parts:
-            begin, end = _blocks_in(offset + first * item, offset + stop * item)
-            if begin < end:
-                parts.append((begin, end, ranks))
-    of_rank_0.append((at, blocks * GRAIN))
-    for begin, end in joined(of_rank_0):  # small ones side by side fill blocks
-        first, stop = _blocks_in(begin, end)
-        if first < stop:
-            alone.append((first, stop, _RANK_0))
-    whole = [*sorted(alone), *several]
-    return _divide(blocks, whole, parts, left)
+        for first, stop, ranks, as_stored in cover_of(spec.shape, spec.held, size).segments:
+            yield Segment(offset + first * item, offset + stop * item, ranks, as_stored)
+    yield Segment(at, plan.nbytes + -plan.nbytes % GRAIN, (0,))
+
+
+def _joined(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """Yield segments in their order; as one, those that one rank has side by side."""
+    last = Segment(0, 0, ())
+    for segment in segments:
+        if segment.first == segment.stop:
+            continue
+        both = segment.as_stored and last.as_stored
+        if both and segment.ranks == last.ranks and len(last.ranks) == 1:
+            last = last._replace(stop=segment.stop)
+            continue
+        yield last
+        last = segment
+    yield last
+
+
+def _blocks(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """Yield the blocks of a file in their order: those within one segment, and those between."""
+    done = blocks = 0
+    near: set[int] = set()  # ranks that have parts of the blocks from `done` on
+    for begin, end, ranks, as_stored in _joined(segments):
+        first, stop = _whole_blocks(begin, end)
+        blocks = stop
+        if begin < first * GRAIN or first >= stop:
+            near.update(ranks)
+        if first >= stop:
+            continue
+        if done < first:
+            yield Segment(done, first, tuple(sorted(near)), False)
+        yield Segment(first, stop, ranks, as_stored)
+        done = stop
+        near = set(ranks) if stop * GRAIN < end else set()
+    if done < blocks:
+        yield Segment(done, blocks, tuple(sorted(near)), False)
+
+
+def _whole_blocks(first: int, stop: int) -> tuple[int, int]:
+    """Return the blocks, from the first on up to the second, that lie in bytes [first, stop)."""
+    return -(-first // GRAIN), stop // GRAIN

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastserial.distributed.sharding.file_index import FileTensor, is_plain_tuple
-from fastserial.distributed.sharding.pieces import Holding, as_dtensor, holding
+from fastserial.distributed.sharding.pieces import Holding, as_dtensor, holding, local_of
 from fastserial.distributed.state.states import LiveState
 from fastserial.distributed.state.walk import is_leaf, is_live, leaves
 from fastserial.errors import LoadMismatchError
@@ -31,6 +31,7 @@ class Match:
     """What a load does on this rank. Nothing is changed before `finish`.
 
     Attributes:
+        tied: what shares its memory with what the file has is not missing.
         jobs: what to read.
         missing: keys that the file lacks.
         problems: what cannot be loaded, and why.
@@ -40,12 +41,14 @@ class Match:
     rank: int
     ranks: Mapping[int, int]
     cast: bool
+    tied: bool = False
     nest: object = None
     modules: list[torch.nn.Module] = field(default_factory=list)
     jobs: list[TensorMatch] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     used: set[Path] = field(default_factory=set)
+    _absent: dict[str, Any] = field(default_factory=dict)
     _puts: list[Callable[[], None]] = field(default_factory=list)
     _live: list[LiveState] = field(default_factory=list)
     _meshes: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -66,6 +69,11 @@ class Match:
         self.modules = [one for one in leaves(into).live if isinstance(one, torch.nn.Module)]
         if self._compare(into, there, ()) is not into:
             self.problems.append(f"{path_name(())}: a value in a tuple cannot be replaced")
+        if self.tied:
+            filled = {_spot(job.held.local) for job in self.jobs}
+            self.missing = [
+                name for name in self.missing if not _is_tied(self._absent.get(name), filled)
+            ]
 
     def finish(self) -> None:
         """Set what is not a tensor's memory, once the bytes are read."""
@@ -167,6 +175,7 @@ class Match:
             where = (*path, key)
             if key not in found:
                 self.missing.append(path_name(where))
+                self._absent[path_name(where)] = item
                 continue
             new = self._compare(item, found[key], where)
             if new is not item:
@@ -233,6 +242,21 @@ class Match:
         self.used.add(path)
         found = "a tensor" if isinstance(there, FileTensor) else f"a {type(there).__name__}"
         self.problems.append(f"{path_name(path)}: it is {wanted} here, in the file {found}")
+
+
+def _spot(local: torch.Tensor) -> tuple[object, ...]:
+    return local.device, local.data_ptr(), local.shape, local.stride()
+
+
+def _is_tied(item: object, filled: set[tuple[object, ...]]) -> bool:
+    """Return whether a tensor is filled under another key; or if the other ranks say that.
+
+    A rank cannot see it of a tensor of which it has nothing.
+    """
+    if not is_leaf(item):
+        return False
+    local = local_of(item)
+    return not local.numel() or _spot(local) in filled
 
 
 def _are_values(into: Any, there: Any) -> bool:

@@ -14,7 +14,7 @@ from fastserial.distributed.sharding.boxes import Box, span_of
 from fastserial.distributed.sharding.grid import Grid
 
 # Bytes: smaller parts of a tensor are read together with what is near them. More than the gaps that
-# `loading.planner` reads along, so that nobody reads what others own.
+# `loading.reader` reads along, so that nobody reads what others own.
 _FINEST = 256 * 1024
 _CUTS = 4  # what several want is cut at multiples of a quarter of that
 

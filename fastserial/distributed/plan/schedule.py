@@ -1,8 +1,9 @@
 """What this rank does in a save: which of its memory it writes, and which bytes travel when.
 
-Every rank makes its own schedule from the same plan; what one sends, another one expects. Blocks
-that their owner does not hold, or not in the file's order, it assembles in tiles. All such blocks
-of an owner, in file order, are its stream; a round is a tile of every stream.
+Every rank makes its own schedule from the same plan; what one sends, another one expects. What an
+owner does not have as it is in the file, it puts together in tiles. All such ranges, in file order,
+are cut into tiles of equal size; a round is a tile of every owner. In a tile, bytes lie as in the
+file.
 
 A schedule holds ranges of the file only. The moves of a round are made when it is due.
 """
@@ -15,30 +16,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from fastserial.distributed.plan.division import GRAIN, Cover, HeldBox, cover_of, owned_blocks
-from fastserial.distributed.sharding.boxes import Box, joined, within
+from fastserial.distributed.plan.division import FilePlan, cover_of, owned_ranges
+from fastserial.distributed.sharding.boxes import Box, within
 from fastserial.distributed.sharding.pieces import TensorSpec
 from fastserial.memory.held_settings import paused_collection
 
 CONTAINER = -1  # instead of a source: the zip's own bytes, which rank 0 has
-_ALIGN = 16
-
-
-class FilePlan(NamedTuple):
-    """The file, as rank 0 sends it to all ranks.
-
-    Attributes:
-        nbytes: its size.
-        records: those with data, in file order: number, source, offset in the file, bytes. A
-            source below 0 is one that rank 0 alone has.
-        writers: the ranks that write.
-        checksums: whether the file has CRC-32s.
-    """
-
-    nbytes: int
-    records: list[tuple[int, int, int, int]]
-    writers: list[int]
-    checksums: bool = True
 
 
 class FileRange(NamedTuple):
@@ -58,13 +41,22 @@ class FileRange(NamedTuple):
     start: int
 
 
+class TileRange(NamedTuple):
+    """Bytes [first, stop) of the file that lie in the owner's tile, from byte `at` of it on."""
+
+    owner: int
+    at: int
+    first: int
+    stop: int
+
+
 class Move(NamedTuple):
     """Elements that travel between a rank's memory and a tile.
 
     Attributes:
         piece: of the file.
         tile: where it begins in the tile (bytes), which only the owner uses.
-        box: what the sender holds; None for the container.
+        box: what the sender holds; None: rank 0 alone has the piece.
         part: of the box, which travels.
     """
 
@@ -89,46 +81,13 @@ class Round:
     pieces: list[tuple[FileRange, int]] = field(default_factory=list)
 
 
-class Stream:
-    """Blocks that an owner puts together, as far as they concern this rank."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []  # where each range of blocks begins in the stream (bytes)
-        self._ranges: list[tuple[int, int]] = []  # of the file (bytes)
-        self._end = 0
-
-    def add(self, start: int, first: int, stop: int) -> None:
-        """Append a range of the file that begins at byte `start` of the stream."""
-        if self._ranges and self._ranges[-1][1] == first and self._end == start:
-            self._ranges[-1] = self._ranges[-1][0], stop
-        else:
-            self._starts.append(start)
-            self._ranges.append((first, stop))
-        self._end = start + stop - first
-
-    def tiles(self, nbytes: int) -> range:
-        """Return the numbers of the tiles from its first to its last."""
-        return range(self._starts[0] // nbytes, -(-self._end // nbytes))
-
-    def within(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Return which bytes of the file are in bytes [begin, end) of the stream."""
-        at = max(bisect_right(self._starts, begin) - 1, 0)
-        while at < len(self._starts) and self._starts[at] < end:
-            first, stop = self._ranges[at]
-            shift = first - self._starts[at]
-            first, stop = max(first, begin + shift), min(stop, end + shift)
-            if first < stop:
-                yield first, stop
-            at += 1
-
-
 class Schedule:
     """What a rank does.
 
     Attributes:
         nbytes: how many bytes it writes.
-        tile_bytes: most bytes of a tile, but for the gaps between its pieces.
-        streams: by their owner; this rank's own is complete.
+        rounds: those in which this rank has a part: by their number the tiles, as far as it has a
+            part of them; its own tiles are complete.
     """
 
     def __init__(
@@ -139,158 +98,94 @@ class Schedule:
         Args:
             specs: of the sources.
             rank, size: of the group.
-            tile_bytes: most bytes of a tile; a multiple of a grain.
+            tile_bytes: of a tile, but for the last one of an owner.
 
         Raises:
             ValueError: nobody holds some of a tensor.
         """
         self.nbytes = 0
-        self.tile_bytes = tile_bytes
-        self.streams: dict[int, Stream] = {}
         self._plan, self._specs, self._rank, self._size = plan, specs, rank, size
         self._starts = [offset for _, _, offset, _ in plan.records]
-        self._direct: list[tuple[int, int]] = []  # what this rank has as it is in the file (bytes)
-        self._fill()
-        self._covers: dict[int, tuple[Cover, list[HeldBox]]] = {}
-        tiles = [stream.tiles(tile_bytes) for stream in self.streams.values()]
-        self.rounds = sorted({number for numbers in tiles for number in numbers})
+        self._own: list[tuple[int, int]] = []  # what this rank has as it is in the file (bytes)
+        rounds: dict[int, list[TileRange]] = {}
+        ends = [0] * size  # of what each owner puts together so far (bytes)
+        for first, stop, owner, ranks in owned_ranges(plan, specs, size):
+            if owner == rank:
+                self.nbytes += stop - first
+            if not ranks:
+                self._own += [(first, stop)] if owner == rank else []
+                continue
+            at = ends[owner]
+            ends[owner] += stop - first
+            while first < stop and (owner == rank or rank in ranks):
+                number, used = divmod(at, tile_bytes)
+                end = min(stop, first + tile_bytes - used)
+                rounds.setdefault(number, []).append(TileRange(owner, used, first, end))
+                at += end - first
+                first = end
+        self.rounds = dict(sorted(rounds.items()))
 
-    def locals(self) -> Iterator[FileRange]:
+    def own_pieces(self) -> Iterator[FileRange]:
         """Return what this rank writes from its own memory, in file order."""
-        for first, stop in self._direct:
+        for first, stop in self._own:
             yield from self._pieces(first, stop)
 
     def round(self, number: int) -> Round:
-        """Return what travels in a round, and what the tile of this rank then holds."""
+        """Return what travels in a round, and what the tile of this rank then holds.
+
+        Sender and owner find the same moves in the same order.
+        """
         found = Round()
-        begin, end = number * self.tile_bytes, (number + 1) * self.tile_bytes
-        for owner, stream in self.streams.items():
-            at = 0
-            for first, stop in stream.within(begin, end):
-                for piece in self._pieces(first, stop):
+        for owner, at, first, stop in self.rounds[number]:
+            for piece in self._pieces(first, stop):
+                tile = at + piece.offset - first
+                if owner == self._rank:
+                    found.pieces.append((piece, tile))
+                for box, part, ranks in self._parts_of(piece):
+                    sender = owner if owner in ranks else ranks[owner % len(ranks)]
+                    move = Move(piece, tile, box, part)
+                    if sender == self._rank:
+                        found.sends.setdefault(owner, []).append(move)
                     if owner == self._rank:
-                        found.pieces.append((piece, at))
-                    self._note(found, piece, at, owner)
-                    at += piece.length + -piece.length % _ALIGN
-        for moves in (*found.sends.values(), *found.receives.values()):
-            # Sender and owner cut pieces differently, so the order must not depend on that.
-            moves.sort(key=_elements_of)
+                        found.receives.setdefault(sender, []).append(move)
         return found
 
-    def _fill(self) -> None:
-        """Enter what this rank writes, and what it sends."""
-        plan, rank, nbytes = self._plan, self._rank, self._plan.nbytes
-        near = joined(self._extents())
-        ends = [stop for _, stop in near]
-        ends_of: dict[int, int] = {}
-        owned = owned_blocks(nbytes, plan.records, plan.writers, self._specs, self._size)
-        for begin, end, owner, as_it_is in owned:
-            first, stop = begin * GRAIN, min(end * GRAIN, nbytes)
-            if as_it_is:
-                if owner == rank:
-                    self._direct.append((first, stop))
-                continue
-            start = ends_of.get(owner, 0)
-            ends_of[owner] = start + stop - first
-            at = bisect_right(ends, first)
-            if owner == rank or (at < len(near) and near[at][0] < stop):
-                self.streams.setdefault(owner, Stream()).add(start, first, stop)
-        self._direct.sort()
-        self.nbytes = sum(stop - first for first, stop in self._direct) + ends_of.get(rank, 0)
-
-    def _extents(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges of the file, in its order, that contain all that this rank holds."""
-        rank, at = self._rank, 0
-        known: dict[int, bool] = {}
-        for _, source, offset, length in self._plan.records:
-            if not rank:
-                yield at, offset
-            at = offset + length
-            if source < 0:
-                if not rank:
-                    yield offset, at
-                continue
-            spec = self._specs[source]
-            near = known.get(id(spec.held))
-            if near is None:
-                near = known[id(spec.held)] = spec.is_held_by(rank)
-            if near:
-                item = spec.dtype.itemsize
-                for held in cover_of(spec.shape, spec.held, self._size).held:
-                    if rank in held.ranks:
-                        yield offset + held.first * item, offset + held.stop * item
-        if not rank:
-            yield at, self._plan.nbytes
-
     def _pieces(self, first: int, stop: int) -> Iterator[FileRange]:
-        """Cut bytes of the file at the ends of records.
-
-        Where a cut is within a record, it is between elements.
-        """
+        """Cut bytes of the file at the ends of records."""
         records = self._plan.records
         index = max(bisect_right(self._starts, first) - 1, 0)
         at = first
-        while at < stop:
-            if index == len(records):
-                yield FileRange(at, stop - at, CONTAINER, CONTAINER, at)
-                return
+        while at < stop and index < len(records):
             number, source, offset, nbytes = records[index]
             if at < offset:
                 end = min(offset, stop)
                 yield FileRange(at, end - at, CONTAINER, CONTAINER, at)
                 at = end
-            if at < stop and at < offset + nbytes:
-                item = self._specs[source].dtype.itemsize if source >= 0 else 1
-                start = at - offset
-                start -= start % item
-                end = nbytes
-                if stop < offset + nbytes:
-                    end = stop - offset
-                    end -= end % item
-                if start < end:
-                    yield FileRange(offset + start, end - start, number, source, start)
-                at = min(stop, offset + nbytes)
+            end = min(offset + nbytes, stop)
+            if at < end:
+                yield FileRange(at, end - at, number, source, at - offset)
+                at = end
             index += 1
+        if at < stop:
+            yield FileRange(at, stop - at, CONTAINER, CONTAINER, at)
 
-    def _note(self, found: Round, piece: FileRange, tile: int, owner: int) -> None:
-        """Enter the moves of a piece in which this rank has a part."""
-        rank = self._rank
+    def _parts_of(
+        self, piece: FileRange
+    ) -> Iterator[tuple[Box | None, Box | None, tuple[int, ...]]]:
+        """Yield the boxes of a piece, the part of each that is in it, and the ranks that hold it.
+
+        Blocks end between elements: records begin at multiples of the size of any.
+        """
         if piece.source < 0:
-            if not rank:
-                found.sends.setdefault(owner, []).append(Move(piece, tile, None, None))
-            if owner == rank:
-                found.receives.setdefault(0, []).append(Move(piece, tile, None, None))
+            yield None, None, (0,)
             return
         spec = self._specs[piece.source]
         item = spec.dtype.itemsize
         first, stop = piece.start // item, (piece.start + piece.length) // item
-        cover, mine = self._cover(spec)
-        for box, ranks, begin, end in cover.held if owner == rank else mine:
-            if begin >= stop or first >= end:
-                continue
-            sender = owner if owner in ranks else ranks[owner % len(ranks)]
-            if rank not in (sender, owner):
-                continue
-            for part in _parts(spec.shape, box, first, stop):
-                move = Move(piece, tile, box, part)
-                if sender == rank:
-                    found.sends.setdefault(owner, []).append(move)
-                if owner == rank:
-                    found.receives.setdefault(sender, []).append(move)
-
-    def _cover(self, spec: TensorSpec) -> tuple[Cover, list[HeldBox]]:
-        """Return which ranks hold what of a tensor, and what this rank holds."""
-        found = self._covers.get(id(spec))
-        if found is None:
-            cover = cover_of(spec.shape, spec.held, self._size)
-            mine = [held for held in cover.held if self._rank in held.ranks]
-            found = self._covers[id(spec)] = cover, mine
-        return found
-
-
-def _elements_of(move: Move) -> tuple[int, tuple[int, ...]]:
-    """Return which elements a move is of, whatever its piece: they are sent in the file's order."""
-    return move.piece.record, move.box.offsets if move.box is not None else ()
+        for box, ranks, begin, end in cover_of(spec.shape, spec.held, self._size).held:
+            if begin < stop and first < end:
+                for part in _parts(spec.shape, box, first, stop):
+                    yield box, part, ranks
 
 
 @lru_cache(maxsize=4096)  # tensors of a model are alike

@@ -14,7 +14,7 @@ import torch
 
 from fastserial.checksums import crc32
 from fastserial.distributed.ranks.exchange import as_integers
-from fastserial.formats.storages import reach
+from fastserial.formats.tensors import reach
 from fastserial.memory.storages import synchronize
 
 _Key = TypeVar("_Key", int, str)  # of a tensor: its number among the leaves, or its name

@@ -10,37 +10,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
 
 import torch
 
 from fastserial.distributed.ranks.group import Traffic
-from fastserial.distributed.sharding.boxes import Box, boxes_of_range, run_of, span_of
-from fastserial.formats.storages import contiguous_stride
+from fastserial.distributed.sharding.boxes import Box, boxes_of_range, span_of
+from fastserial.formats.tensors import contiguous_stride
 from fastserial.memory.storages import Memory, memmove
 
 _ALIGN = 16  # bytes of the largest elements
 # By bytes of an element: types that every copy leaves as they are.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-class HostRun(NamedTuple):
-    """Consecutive elements in host memory; a few times faster than a view of them.
-
-    Attributes:
-        address: of the first.
-        nbytes: of all of them.
-        item: bytes of one.
-        owner: the tensor that has the memory.
-    """
-
-    address: int
-    nbytes: int
-    item: int
-    owner: torch.Tensor
-
-
-Elements: TypeAlias = torch.Tensor | HostRun
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,38 +37,21 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 def held_in_range(
     buffer: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], first: int, part: Box
-) -> Elements:
+) -> torch.Tensor:
     """Return a part of a row-major tensor in host bytes that begin with its element `first`."""
-    run = run_of(shape, part)
-    item = dtype.itemsize
-    if run is not None:
-        address = buffer.data_ptr() + (run[0] - first) * item
-        return HostRun(address, part.numel * item, item, buffer)
     flat = buffer.view(dtype)
     start = int(flat.storage_offset()) + span_of(shape, part)[0] - first
     return flat.as_strided(part.sizes, contiguous_stride(shape), start)
 
 
-def held_in_box(tensor: torch.Tensor, box: Box, part: Box) -> Elements:
+def held_in_box(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
     """Return a part of the tensor that holds the box."""
-    if type(tensor) is torch.Tensor and tensor.is_cpu and is_consecutive(tensor):
-        offsets = tuple([at - base for at, base in zip(part.offsets, box.offsets, strict=True)])
-        run = run_of(box.sizes, Box(offsets, part.sizes))
-        if run is not None:
-            first, stop = run
-            item = tensor.element_size()
-            return HostRun(tensor.data_ptr() + first * item, (stop - first) * item, item, tensor)
-    return view_in_box(tensor, box, part)
+    return tensor[part.slices(box)]
 
 
 def is_consecutive(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements are consecutive in its storage, in their order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def view_in_box(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
-    """Return the view of a part in the tensor that holds the box."""
-    return tensor[part.slices(box)]
 
 
 class Exchange:
@@ -102,31 +65,30 @@ class Exchange:
 
     def move(
         self,
-        sends: Mapping[int, Sequence[Elements]],
-        receives: Mapping[int, Sequence[Elements]],
+        sends: Mapping[int, Sequence[torch.Tensor]],
+        receives: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
         """Copy the elements in `sends` to where their receivers say; see `begin`."""
         self.begin(sends, receives)()
 
     def begin(
         self,
-        sends: Mapping[int, Sequence[Elements]],
-        receives: Mapping[int, Sequence[Elements]],
+        sends: Mapping[int, Sequence[torch.Tensor]],
+        receives: Mapping[int, Sequence[torch.Tensor]],
     ) -> Callable[[], None]:
         """Start to move; call the result to wait for the end. One exchange at a time.
 
         What is sent is copied before this returns; what is received is complete at the end.
 
         Args:
-            sends: for each rank that gets something from this one, runs of host memory, or views
-                of any strides, on any device.
+            sends: for each rank that gets something from this one, views of any strides, on any
+                device.
             receives: for each rank that this one gets something from, where the same elements go,
                 in the same order; those of one size may be cut elsewhere. What a rank sends to
-                itself is copied directly, cut alike; views of it have the same shapes.
+                itself is copied directly, cut alike.
 
         Raises:
             DistributedError: a rank failed, died or was silent for too long.
-            ValueError: what a rank sends to itself is more or less than it expects.
         """
         here = self._traffic.rank
         incoming = self._parts("in", {r: v for r, v in receives.items() if r != here})
@@ -142,7 +104,7 @@ class Exchange:
                 work.append(self._traffic.send(rank, buffer))
             self.sent_bytes += at
         for source, target in zip(sends.get(here, ()), receives.get(here, ()), strict=True):
-            _copy(source, target)
+            as_integers(target).copy_(as_integers(source))
 
         def end() -> None:
             for wait in work:
@@ -152,7 +114,9 @@ class Exchange:
 
         return end
 
-    def _parts(self, name: str, views: Mapping[int, Sequence[Elements]]) -> dict[int, torch.Tensor]:
+    def _parts(
+        self, name: str, views: Mapping[int, Sequence[torch.Tensor]]
+    ) -> dict[int, torch.Tensor]:
         """Return a part of a buffer for each rank's views."""
         sizes = {rank: packed(rows) for rank, rows in views.items()}
         total = sum(nbytes + -nbytes % _ALIGN for nbytes in sizes.values())
@@ -167,69 +131,33 @@ class Exchange:
         return parts
 
 
-def packed(parts: Iterable[Elements]) -> int:
+def packed(parts: Iterable[torch.Tensor]) -> int:
     """Return the bytes of a message of elements: consecutive, each aligned to its size.
 
     So it does not matter where elements of one size are cut into parts.
     """
     at = 0
     for part in parts:
-        nbytes, item = _extent(part)
-        if nbytes:
-            at += -at % item + nbytes
+        if part.numel():
+            at += -at % part.element_size() + part.nbytes
     return at
 
 
-def _extent(part: Elements) -> tuple[int, int]:
-    """Return the bytes of elements, and of one of them."""
-    if isinstance(part, HostRun):
-        return part.nbytes, part.item
-    item = part.element_size()
-    return part.numel() * item, item
-
-
-def _pass(parts: Iterable[Elements], buffer: torch.Tensor, out: bool) -> int:
+def _pass(parts: Iterable[torch.Tensor], buffer: torch.Tensor, out: bool) -> int:
     """Copy elements to the buffer, or from there; return how many bytes of it they take."""
-    at, start = 0, buffer.data_ptr()
+    at = 0
     for part in parts:
-        nbytes, item = _extent(part)
-        if not nbytes:
+        if not part.numel():
             continue
-        at += -at % item
-        if isinstance(part, HostRun):
-            there = start + at
-            memmove(*((there, part.address) if out else (part.address, there)), nbytes)
+        at += -at % part.element_size()
+        view = as_integers(part)
+        in_buffer = buffer[at : at + part.nbytes].view(view.dtype).view(view.shape)
+        if out:
+            in_buffer.copy_(view)
         else:
-            view = as_integers(part)
-            packed_view = buffer[at : at + nbytes].view(view.dtype).view(view.shape)
-            if out:
-                packed_view.copy_(view)
-            else:
-                view.copy_(packed_view)
-        at += nbytes
+            view.copy_(in_buffer)
+        at += part.nbytes
     return at
-
-
-def _copy(source: Elements, target: Elements) -> None:
-    """Copy elements; if both are views, of the same shape."""
-    (nbytes, _), (room, _) = _extent(source), _extent(target)
-    if nbytes != room:
-        raise ValueError(f"{nbytes} bytes do not belong where there are {room}")
-    if isinstance(source, HostRun) and isinstance(target, HostRun):
-        memmove(target.address, source.address, nbytes)
-        return
-    like = as_integers(next(part for part in (source, target) if isinstance(part, torch.Tensor)))
-    _view(target, like).copy_(_view(source, like))
-
-
-def _view(part: Elements, like: torch.Tensor) -> torch.Tensor:
-    """Return elements as a view of integers; a run in the shape of another view."""
-    if isinstance(part, torch.Tensor):
-        return as_integers(part)
-    storage = part.owner.untyped_storage()
-    found = torch.empty(0, dtype=torch.uint8, device="cpu")
-    found.set_(storage, part.address - storage.data_ptr(), (part.nbytes,), (1,))
-    return found.view(like.dtype).view(like.shape)
 
 
 class GatheredMemory:

@@ -31,7 +31,6 @@ from fastserial.errors import (
     distributed_error,
     distributed_kind,
 )
-from fastserial.overlap.threads_at import at_rest
 
 _FAILED = "failed"  # key of the failure in the store
 _FIRST = 1024  # bytes that every message begins with: its length, and as much of it as fits
@@ -161,8 +160,7 @@ class Traffic:
         Raises:
             DistributedError: it has failed on another rank already.
         """
-        with at_rest():
-            self.idle.wait()
+        self.idle.wait()
         self._calls += 1
         self._beats.clear()
         self._last_beat = time.monotonic()
@@ -285,8 +283,9 @@ class Traffic:
         """
         if self.rank != 0:
             self._wait_for(self._post(0, message))
-            return self._get(0)
-        answer = decide([message, *(self._get(rank) for rank in range(1, self.size))])
+            return self._begin_get(0)()
+        others = [self._begin_get(rank) for rank in range(1, self.size)]
+        answer = decide([message, *(finish() for finish in others)])
         self._wait_for([wait for rank in range(1, self.size) for wait in self._post(rank, answer)])
         return answer
 
@@ -348,17 +347,22 @@ class Traffic:
         for wait in sent:
             wait()
 
-    def _get(self, rank: int) -> bytes:
+    def _begin_get(self, rank: int) -> Callable[[], bytes]:
+        """Start to receive a message; call the result to wait for it."""
         text = bytearray(_FIRST)
         first = torch.frombuffer(text, dtype=torch.uint8)
-        length = _ALIVE
-        while length == _ALIVE:
-            self._start(rank, first, _WORDS, out=False)()
-            length = int.from_bytes(text[:_LENGTH], "little", signed=True)
-        rest = bytearray(max(0, length - (_FIRST - _LENGTH)))
-        if rest:
-            self._start(rank, torch.frombuffer(rest, dtype=torch.uint8), _WORDS, out=False)()
-        return bytes(text[_LENGTH : _LENGTH + length]) + rest
+        begun = self._start(rank, first, _WORDS, out=False)
+
+        def finish() -> bytes:
+            begun()
+            while (length := int.from_bytes(text[:_LENGTH], "little", signed=True)) == _ALIVE:
+                self._start(rank, first, _WORDS, out=False)()
+            rest = bytearray(max(0, length - (_FIRST - _LENGTH)))
+            if rest:
+                self._start(rank, torch.frombuffer(rest, dtype=torch.uint8), _WORDS, out=False)()
+            return bytes(text[_LENGTH : _LENGTH + length]) + rest
+
+        return finish
 
     def _start(self, rank: int, data: torch.Tensor, tag: int, out: bool) -> Callable[[], None]:
         """Start to send or to receive; call the result to wait until it is done.

@@ -23,8 +23,14 @@ from fastserial.distributed.ranks.exchange import INTEGERS
 from fastserial.distributed.sharding.boxes import Box, joined, run_of, span_of, within
 from fastserial.distributed.sharding.file_index import Record
 from fastserial.distributed.sharding.grid import Grid
-from fastserial.loading.reader import FastFileReader
-from fastserial.loading.sinks import CheckedSink, DeviceSink, HostSink, ReadExtent, Sink
+from fastserial.loading.reader import (
+    CheckedSink,
+    DeviceSink,
+    FastFileReader,
+    HostSink,
+    ReadExtent,
+    Sink,
+)
 from fastserial.memory.storages import is_on_host, is_plain
 
 _BETWEEN = 512 * 1024 * 1024  # bytes that are read at a stretch, unless one extent has more

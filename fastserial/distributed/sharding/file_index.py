@@ -10,15 +10,15 @@ import copy
 import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from fastserial.checkpoints.mapped_source import Mapped, map_checkpoint
+from fastserial.checkpoints.mapped_source import map_checkpoint
 from fastserial.checksums import crc32
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.records import read_places
+from fastserial.formats.zip_format import read_places
 from fastserial.nests import sequence_like
 
 _ENDS = 64 * 1024  # bytes: a zip's checksums stand near its end
@@ -118,15 +118,25 @@ def index_of_file(fd: int, path: str) -> FileIndex:
             for record in sorted(directory.records, key=lambda one: one.data_offset)
             if record.size and record.is_stored and record.name.startswith("data/")
         )
-    value = _IndexBuilder(mapped).without_bytes(mapped.value)
+    value = without_bytes(mapped.value, mapped)
     return FileIndex(mapped.container, size, fingerprint(fd, size), value, records)
 
 
-class _IndexBuilder:
-    """Replaces tensors by `FileTensor`s; containers are new ones of the same types."""
+class StorageOffsets(Protocol):
+    """Says where storages are, whose bytes are in files."""
 
-    def __init__(self, mapped: Mapped) -> None:
-        self._mapped = mapped
+    def offset_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return where a storage's bytes begin, None if they are not there."""
+
+
+def without_bytes(value: Any, offsets: StorageOffsets) -> Any:
+    """Return a nest with `FileTensor`s for its tensors; containers are new ones of their types."""
+    return _IndexBuilder(offsets).without_bytes(value)
+
+
+class _IndexBuilder:
+    def __init__(self, offsets: StorageOffsets) -> None:
+        self._offsets = offsets
         self._made: dict[int, Any] = {}
         self._first: dict[int, int] = {}  # number of the first mention, by the tensor's `id`
         self._count = 0
@@ -170,7 +180,7 @@ class _IndexBuilder:
     def _start_of(self, tensor: torch.Tensor) -> int:
         """Return where a tensor's storage begins in the file."""
         storage = tensor.untyped_storage()
-        start = self._mapped.offset_of(storage)
+        start = self._offsets.offset_of(storage)
         if start is None:
             raise CorruptCheckpointError("a tensor's storage is not in the file")
         first = int(tensor.storage_offset())

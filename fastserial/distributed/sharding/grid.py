@@ -14,7 +14,7 @@ import torch
 
 from fastserial.distributed.sharding.boxes import Box, span_of
 from fastserial.distributed.sharding.file_index import FileTensor
-from fastserial.formats.storages import contiguous_stride
+from fastserial.formats.tensors import contiguous_stride
 
 
 @dataclass(slots=True, eq=False)

@@ -17,7 +17,7 @@ import torch
 from fastserial.distributed.sharding.boxes import Box, boxes_of_range
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.errors import LoadMismatchError, UnknownPlacementError
-from fastserial.formats.storages import reach
+from fastserial.formats.tensors import reach
 
 Range = tuple[int, int]
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}

@@ -118,10 +118,9 @@ class Agreement:
 
     def _warn(self, lost: dict[str, list[int]]) -> None:
         """Name, once in a job, the small tensors of which the file has one rank's."""
-        known = self._traffic.kept.setdefault("warned", set())
-        new = [key for key in lost if isinstance(known, set) and key not in known]
-        if isinstance(known, set):
-            known.update(new)
+        known: Any = self._traffic.kept.setdefault("warned", set())
+        new = [key for key in lost if key not in known]
+        known.update(new)
         if new:
             ranks = ranks_in_words(sorted({rank for key in new for rank in lost[key]}))
             text = (

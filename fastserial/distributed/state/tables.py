@@ -59,6 +59,10 @@ class RecordSource:
     _parts: list[tuple[Box, torch.Tensor]] | None = None
     _runs: list[tuple[int, torch.Tensor]] | None = None
 
+    def release(self) -> None:
+        """Drop the tensor; key and spec stay."""
+        self.leaf = self._parts = self._runs = None
+
     @property
     def parts(self) -> list[tuple[Box, torch.Tensor]]:
         """What this rank holds of it, made when it is asked for first.
@@ -110,46 +114,27 @@ class RecordSource:
         return view, first * item
 
 
-class RecordSources:
-    """The sources of a table with the tensors of one save; each is made when it is asked for."""
+def sources_of(
+    table: StateTable,
+    specs: Sequence[TensorSpec],
+    values: Sequence[Any],
+    rank: int,
+    rest: Sequence[torch.UntypedStorage] = (),
+) -> list[RecordSource]:
+    """Return the sources of a table with the tensors of one save, by their numbers.
 
-    def __init__(
-        self,
-        table: StateTable,
-        specs: Sequence[TensorSpec],
-        values: Sequence[Any],
-        rank: int,
-        rest: Sequence[torch.UntypedStorage] = (),
-    ) -> None:
-        """Make none.
-
-        Args:
-            specs: of the sources, completed.
-            values: the leaves of the state.
-            rank: this rank.
-            rest: storages that only rank 0 has: sources -1, -2, ….
-        """
-        self._table, self._specs, self._values, self._rank = table, specs, values, rank
-        self._rest = rest
-        self._made: dict[int, RecordSource] = {}
-
-    def release(self) -> None:
-        """Drop the tensors; keys and specs stay."""
-        self._values = [None] * len(self._values)
-        self._rest = ()
-        self._made.clear()
-
-    def __getitem__(self, number: int) -> RecordSource:
-        source = self._made.get(number)
-        if source is None:
-            if number < 0:
-                leaf = bytes_of(self._rest[-1 - number])
-                key, spec = "a storage of rank 0", TensorSpec((leaf.numel(),), torch.uint8)
-            else:
-                leaf = leaf_of(self._values[self._table.firsts[number]])
-                key, spec = self._table.keys[number], self._specs[number]
-            source = self._made[number] = RecordSource(key, spec, leaf, self._rank)
-        return source
+    Args:
+        specs: of the sources, completed.
+        values: the leaves of the state.
+        rank: this rank.
+        rest: storages that only rank 0 has: sources -1, -2, ….
+    """
+    columns = zip(table.keys, specs, table.firsts, strict=True)
+    found = [RecordSource(key, spec, leaf_of(values[at]), rank) for key, spec, at in columns]
+    for storage in reversed(rest):
+        spec = TensorSpec((storage.nbytes(),), torch.uint8)
+        found.append(RecordSource("a storage of rank 0", spec, bytes_of(storage), rank))
+    return found
 
 
 @dataclass(slots=True)
@@ -166,7 +151,6 @@ class StateTable:
             meshes of one shape: then each mesh has the whole tensor.
         copies: the leaves that are plain tensors of several ranks, and should be equal; whether
             the ranks write them together, or the file has one rank's.
-        devices: whether there are tensors on some.
     """
 
     keys: list[str] = field(default_factory=list)
@@ -178,7 +162,6 @@ class StateTable:
     meshes: dict[Mesh, int] = field(default_factory=dict)
     grids: list[Grids] = field(default_factory=list)
     copies: dict[int, bool] = field(default_factory=dict)
-    devices: bool = False
     _digest: bytes = b""
 
     @property
@@ -328,7 +311,6 @@ class _TableMaker:
         if not isinstance(value, LeafSpec):
             like = self._describer.describe(value, key)
         ranks = None if like.ranks is None else tuple(sorted(set(like.ranks)))
-        table.devices = table.devices or _device_of(leaf_of(value)).type != "cpu"
         # A storage is identified by the first rank that has it, and its number there.
         identity = id(value) if like.storage is None else (ranks and ranks[0], like.storage[0])
         number = self._numbers.setdefault(identity, len(table.keys))

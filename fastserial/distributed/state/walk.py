@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import as_dtensor
 from fastserial.distributed.state.merging import LeafSpec
 from fastserial.distributed.state.states import module_of, state_of_module, state_of_optimizer
 from fastserial.errors import ConfigError
+from fastserial.memory.storages import is_plain
 from fastserial.nests import (
     PLAIN_VALUES,
+    Path,
     is_container,
     is_object,
     items_of,
@@ -23,21 +26,18 @@ from fastserial.nests import (
     walk,
     with_items,
 )
-from fastserial.overlap.watch import all_storages
 
 # Dictionaries whose keys name things. A Counter is a value as a whole, as is a dictionary without
 # tensors that has other keys than these, or more than anybody would give names to.
 _NAMING = (dict, OrderedDict)
 _NAMES = {str, int}
 _MOST_NAMES = 4096
-# Kinds; modules may be containers, too. Others with a state are what torch calls stateful, as
-# schedulers are.
-_VALUE, _LEAF, _CONTAINER, _LIVE, _STATEFUL = 0, 1, 2, 4, 8
+_LEAF_TYPES = (torch.Tensor, FlatShard, LeafSpec)
 
 
 def is_leaf(value: object) -> bool:
     """Return whether a value's bytes are shared among the ranks: a tensor or a FlatShard."""
-    return isinstance(value, torch.Tensor | FlatShard | LeafSpec)
+    return isinstance(value, _LEAF_TYPES)
 
 
 def is_live(value: object) -> bool:
@@ -59,14 +59,12 @@ class Leaves:
         others: the dictionaries whose keys name things: how the paths of their entries begin, and
             the keys of those that are no tensors.
         live: its modules and optimizers, each once.
-        stateful: other objects with a state, which no load could fill.
     """
 
     paths: list[str] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     others: list[tuple[str, list[str]]] = field(default_factory=list)
     live: list[Any] = field(default_factory=list)
-    stateful: list[Any] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         return zip(self.paths, self.values, strict=True)
@@ -83,81 +81,48 @@ def leaves(obj: object) -> Leaves:
     """
     if is_leaf(obj):
         return Leaves(["the object"], [obj])
-    found = _Walk()
-    found.add("", obj, _kind_of(obj))
-    if found.leaves.stateful:
-        raise ConfigError(_stateful(obj, found.leaves.stateful[0]))
-    return found.leaves
-
-
-class _Walk:
-    """Collects what is in a nest. A state has thousands of values, of few types."""
-
-    def __init__(self) -> None:
-        self.leaves = Leaves()
-        self._seen: set[int] = set()
-        self._kinds: dict[type, int] = dict.fromkeys(PLAIN_VALUES, _VALUE)
-
-    def add(self, path: str, value: Any, kind: int) -> None:
-        """Add what is no tensor."""
-        found = self.leaves
-        if not kind or id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        if kind & _STATEFUL:
-            found.stateful.append(value)
-        if kind & _LIVE:
+    found = Leaves()
+    around: dict[Path, tuple[str, str]] = {}  # what the keys of containers are between in names
+    seen: set[int] = set()
+    for path, value in walk(obj, once=True, objects=True):
+        before, after = around[path[:-1]] if path else ("", "")
+        if is_leaf(value):
+            found.paths.append(f"{before}{path[-1]}{after}")
+            found.values.append(value)
+            continue
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if is_live(value):
             found.live.append(value)
-        if kind & _CONTAINER:
-            self._look_into(path, value)
-
-    def _look_into(self, path: str, container: Any) -> None:
-        found, kinds = self.leaves, self._kinds
-        items = items_of(container)
-        examples = {type(item): item for _, item in items}
-        for type_ in examples.keys() - kinds.keys():
-            kinds[type_] = _kind_of(examples[type_])
-        more = any(kinds[type_] for type_ in examples)
-        before, after = f"{path}[", "]"
-        others: list[str] | None = None
-        if isinstance(container, Mapping):
-            before, after = f"{path}." if path else "", ""
-            if type(container) in _NAMING and (more or _are_names(items)):
-                others = []
-                found.others.append((before, others))
-        if not more and others is None:
-            return
-        for key, item in items:
-            kind = kinds[type(item)]
-            if kind == _LEAF:
-                found.paths.append(f"{before}{key}{after}")
-                found.values.append(item)
-                continue
-            if others is not None:
-                others.append(f"{key}")
-            self.add(f"{before}{key}{after}", item, kind)
+        elif not is_container(value) and is_object(value):
+            raise ConfigError(_stateful(path, value))
+        if not is_container(value):
+            continue
+        name = f"{before}{path[-1]}{after}" if path else ""
+        around[path] = f"{name}[", "]"
+        if isinstance(value, Mapping):
+            around[path] = f"{name}." if name else "", ""
+            if type(value) in _NAMING and _names_things(value):
+                keys = [f"{key}" for key, item in value.items() if not is_leaf(item)]
+                found.others.append((around[path][0], keys))
+    return found
 
 
-def _are_names(items: list[tuple[Any, Any]]) -> bool:
-    return len(items) <= _MOST_NAMES and {type(key) for key, _ in items} <= _NAMES
+def _names_things(mapping: Mapping[Any, Any]) -> bool:
+    """Return whether the keys of a dictionary are names."""
+    if len(mapping) <= _MOST_NAMES and {type(key) for key in mapping} <= _NAMES:
+        return True
+    others = [value for value in mapping.values() if type(value) not in PLAIN_VALUES]
+    return any(test(one) for one in others for test in (is_leaf, is_container, is_live, is_object))
 
 
-def _kind_of(value: object) -> int:
-    if is_leaf(value):
-        return _LEAF
-    kind = _CONTAINER * is_container(value) + _LIVE * is_live(value)
-    return kind or _STATEFUL * is_object(value)
-
-
-def _stateful(nest: Any, wanted: Any) -> str:
-    """Return why an object in a nest cannot be saved or filled, with the path to it."""
-    path = next(
-        (path for path, value in walk(nest, once=True, objects=True) if value is wanted), ()
-    )
-    name = ".".join(map(str, path)) or "the object"
+def _stateful(path: Path, value: object) -> str:
+    """Return why an object with a state cannot be saved or filled."""
     return (
-        f"{name} is a {type(wanted).__name__}, of which ranks save and load the state only: give "
-        "its state_dict(), and call its load_state_dict() with what was loaded"
+        f"{'.'.join(map(str, path)) or 'the object'} is a {type(value).__name__}, of which ranks "
+        "save and load the state only: give its state_dict(), and call its load_state_dict() with "
+        "what was loaded"
     )
 
 
@@ -182,7 +147,9 @@ def states(obj: object, found: list[Any]) -> Any:
 def buffers_of(found: list[Any]) -> set[int]:
     """Return the identities of the storages of the buffers of modules."""
     modules = [one for one in found if isinstance(one, torch.nn.Module)]
-    return {storage for one in modules for storage in all_storages(one.buffers())}
+    buffers = [buffer for one in modules for buffer in one.buffers()]
+    plain = (one for one in buffers if not is_lazy(one) and is_plain(one))  # no DTensors
+    return {one.untyped_storage()._cdata for one in plain}
 
 
 def _replaced(value: Any, made: Mapping[int, Any], done: dict[int, Any]) -> Any:

@@ -42,7 +42,7 @@ def main() -> None:
         readers: list[Any] = [FastStorageReader(path)]
         readers.append(dcp.FileSystemReader(path))
         for reader in readers:
-            for load_planner in (None, FastLoadPlanner(), FastLoadPlanner(broadcast=True)):
+            for load_planner in (None, FastLoadPlanner()):
                 found = state_of(rank, 0)
                 dcp.load(found, storage_reader=reader, planner=load_planner)
                 expected = state_of(rank, step)

@@ -2,9 +2,9 @@
 
 13 placements x 13 x 7 shapes: 1,183 tensors, each loaded into zeros. And the same for jobs that are
 smaller when they load, or when they save. Instead of `all`, `some`: only into the last two of the
-placements. Who saves and loads: `dcp`, all of ours; `broadcast`, the same, and pieces are passed
-on; `planners`, with the storage of stock; `storage`, with its planners; `stock`. Prints how many of
-the 1,183 were compared; then how many in all, and how many of these differ.
+placements. Who saves and loads: `dcp`, all of ours; `planners`, with the storage of stock;
+`storage`, with its planners; `stock`. Prints how many of the 1,183 were compared; then how many in
+all, and how many of these differ.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def load(state: dict[str, Any], path: Path, who: str, group: Any) -> None:
         reader = FastStorageReader(path)
     planner = None
     if who not in ("storage", "stock"):
-        planner = FastLoadPlanner(broadcast=True if who == "broadcast" else "auto")
+        planner = FastLoadPlanner()
     dcp.load(state, storage_reader=reader, planner=planner, process_group=group)
 
 

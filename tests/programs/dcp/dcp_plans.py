@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter
-from fastserial.distributed.dcp import save_planner
+from fastserial.distributed.dcp import planners
 
 State = dict[str, Any]
 PLANNED: list[str] = []
@@ -73,13 +73,13 @@ def main() -> None:
     mesh = DeviceMesh("cpu", torch.arange(count))
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair_mesh = DeviceMesh.from_group(pairs[rank // 2], "cpu")
-    plan = save_planner.global_plan
+    divide = planners.divide
 
     def counted(*args: Any) -> Any:
         PLANNED.append(name)
-        return plan(*args)
+        return divide(*args)
 
-    save_planner.global_plan = counted
+    planners.divide = counted
     float32, half = torch.float32, torch.bfloat16
 
     def key_on_all(state: State) -> None:

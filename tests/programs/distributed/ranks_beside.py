@@ -1,8 +1,8 @@
 """A rank: saves beside a training loop that changes everything while it is saved.
 
-Arguments: folder, kind of model, trials, seed, and `unguarded` for the loop without the guards,
-which ends with the first wrong file.
-Prints on rank 0 how many files were saved, torn (the save raised) and wrong.
+Arguments: folder, kind of model, trials, seed, and `uncopied` for the loop without copies, which
+ends with the first wrong file.
+Prints on rank 0 how many files were saved and wrong.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastserial
 from fastserial import distributed
-from fastserial.distributed.onefile.background import start_save
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import DistributedError
-from fastserial.overlap import guard, snapshot
-from fastserial.training.object_states import steady
+from fastserial.overlap.snapshot import Snapshot
 
 WIDTH = 520  # a weight has more than 1 MiB: every rank writes a part of it
 
@@ -117,23 +115,8 @@ class Loop:
         path = self.folder / "at" / "state.pt"
         distributed.save(self.objects, expected, timeout=60)
         disturb = self.dice.random() < 0.4
-        kind = self.dice.choice(["in_place", "in_place", "copy"])
         budget = self.dice.choice([None, 0, 1_000_000, 50_000_000])
-        if disturb:
-            saving = distributed.save_async(
-                self.objects, path, snapshot=kind, snapshot_budget=budget, timeout=60
-            )
-        else:  # as a Checkpointer does
-            saving = start_save(
-                self.objects,
-                str(path),
-                kind,
-                budget,
-                group=None,
-                timeout=60,
-                began=time.perf_counter(),
-                steady=steady(self.objects),
-            )
+        saving = distributed.save_async(self.objects, path, snapshot_budget=budget, timeout=60)
         for _ in range(self.dice.randrange(4)):
             time.sleep(self.moments.choice([0, 0, 0.002, 0.02]))
             if disturb:
@@ -141,14 +124,10 @@ class Loop:
             else:
                 self.step()
         try:
-            report = saving.wait(100)
-        except DistributedError as error:
-            assert "TornSnapshotError" in error.cause, error
-            self.counts["torn"] += 1
+            saving.wait(100)
+        except DistributedError as error:  # only without copies
+            assert "StorageChangedError" in error.cause, error
             return
-        assert report.snapshot is not None
-        if report.snapshot.late_copied or report.snapshot.waited:
-            self.counts["held"] += 1
         if self.rank == 0:
             same = path.read_bytes() == expected.read_bytes()
             self.counts["saved" if same else "wrong"] += 1
@@ -158,10 +137,9 @@ def main() -> None:
     rank, count = join()
     folder, kind, trials, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
-    unguarded = sys.argv[5:] == ["unguarded"]
-    if unguarded:
-        guard.protect = lambda taken: None
-        snapshot.Snapshot._has_changed = lambda self: False  # type: ignore[method-assign]
+    uncopied = sys.argv[5:] == ["uncopied"]
+    if uncopied:
+        Snapshot.take = lambda self, parts: None  # type: ignore[method-assign]
     for name in ("at", "expected"):
         (folder / name).mkdir(exist_ok=True)
     options = {"small_file": 65536, "block_size": 65536, "queue_depth": 2, "durable": False}
@@ -174,9 +152,9 @@ def main() -> None:
             assert not left, left
             wrong = torch.tensor([loop.counts["wrong"]])
             dist.broadcast(wrong, 0)
-            if unguarded and wrong.item():
+            if uncopied and wrong.item():
                 break
-    print({name: loop.counts[name] for name in ("saved", "torn", "wrong", "held")})
+    print({name: loop.counts[name] for name in ("saved", "wrong")})
 
 
 main()

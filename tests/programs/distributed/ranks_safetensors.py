@@ -9,6 +9,7 @@ import json
 import random
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
+from support.corpus import TORCH, aligned
 from support.ranks import join
 from support.sharded import meshes, random_dtensor, random_tensor
 
@@ -57,9 +59,11 @@ def main() -> None:
         most = chance.choice([1000, 50_000, 50_000_000_000])
         writers = chance.choice(["all", "node", 2])
         target = folder / f"case {case}"
-        report = distributed.save(
-            state, target, format="safetensors", shard_nbytes=most, writers=writers, timeout=30
-        )
+        # which concerns zips alone
+        with aligned(8) if case % 2 and TORCH >= (2, 7) else nullcontext():
+            report = distributed.save(
+                state, target, format="safetensors", shard_nbytes=most, writers=writers, timeout=30
+            )
         assert report.container == "safetensors"
         parts = split_torch_state_dict_into_shards(whole, max_shard_size=most)
         if rank == 0:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 OPTIONS: dict[str, Any] = {
     "folder": "",
-    "io": "stock",  # stock, fast, async, in_place
+    "io": "stock",  # stock, fast, async
     "steps": 12,
     "every": 2,
     "top_k": 2,
@@ -82,9 +82,7 @@ def plugin(kind: str) -> Any:
         return None
     from fastserial.integrations.lightning import FastAsyncCheckpointIO, FastCheckpointIO
 
-    if kind == "fast":
-        return FastCheckpointIO()
-    return FastAsyncCheckpointIO(snapshot="in_place" if kind == "in_place" else "copy")
+    return FastCheckpointIO() if kind == "fast" else FastAsyncCheckpointIO()
 
 
 def strategy(kind: str, io: str) -> Any:
@@ -119,9 +117,15 @@ def kill_in(number: int, kind: str) -> None:
 
         local.shutil.move = moved
     else:
-        from fastserial import trace
+        from fastserial.files.destination import Replacement
 
-        trace.listener = lambda event: hit() if event.name == "fsync" else None
+        sync = Replacement.sync
+
+        def synced(new: Replacement) -> None:
+            sync(new)
+            hit()
+
+        Replacement.sync = synced
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Saves again and again: `many_saves.py FOLDER COUNT copy|in_place BUDGET SIZE`; prints JSON.
+"""Saves again and again: `many_saves.py FOLDER COUNT BUDGET SIZE`; prints JSON.
 
 SIZE: about so many MiB are saved.
 
@@ -21,8 +21,7 @@ import torch
 
 import fastserial
 
-FOLDER, COUNT, KIND = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-BUDGET, SIZE = int(sys.argv[4]), int(sys.argv[5])
+FOLDER, COUNT, BUDGET, SIZE = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 WIDTH = 2000  # a weight has 15 MiB, and a momentum as large
 
 
@@ -57,12 +56,7 @@ def main() -> None:
     for _ in range(COUNT):
         with fastserial.options(durable=False):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            saving = fastserial.save_async(
-                state,
-                FOLDER / "state.pt",
-                snapshot=KIND,  # type: ignore[arg-type]
-                snapshot_budget=BUDGET,
-            )
+            saving = fastserial.save_async(state, FOLDER / "state.pt", snapshot_budget=BUDGET)
         step()
         report = saving.wait()
         gc.collect()

@@ -19,7 +19,7 @@ from support.ranks import join
 from fastserial import Checkpointer
 
 WIDTH = 520  # a weight has more than 1 MiB: every rank writes a part of it
-KINDS = [(None, None), (None, None), ("copy", 0), ("in_place", None)]
+KINDS = [(None, None), (None, None), ("copy", 0)]
 
 
 def main() -> None:

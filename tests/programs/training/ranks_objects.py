@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from support.ranks import join
 from torch import nn
 
 import fastserial
-from fastserial.overlap.snapshot import Snapshot
 
 LARGE = 520  # a weight has more than 1 MiB: every rank writes a part of it
 
@@ -127,41 +125,10 @@ def own_code(folder: Path, rank: int) -> None:
             thing.error = None
 
 
-def torn(folder: Path, rank: int) -> None:
-    """What one rank finds torn makes all save from copies."""
-    module = nn.Linear(LARGE, LARGE)
-    state = {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=1)}
-    kinds = []
-
-    def kind(report: fastserial.SaveReport) -> None:
-        assert report.snapshot is not None
-        kinds.append(report.snapshot.kind)
-
-    checkpointer = fastserial.Checkpointer(folder, state, snapshot="in_place", timeout=30)
-    changed = Snapshot._has_changed
-    if rank == 1:
-        Snapshot._has_changed = lambda self: True  # type: ignore[method-assign]
-    checkpointer.save(1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            checkpointer.wait()
-        except fastserial.DistributedError as error:
-            assert "TornSnapshotError" in str(error)
-        else:
-            raise AssertionError("it was not torn")
-    assert any("later checkpoints copy" in str(one.message) for one in caught) == (rank == 1)
-    Snapshot._has_changed = changed  # type: ignore[method-assign]
-    with fastserial.options(on_report=kind):
-        checkpointer.save(2)
-        checkpointer.close()
-    assert kinds == ["copy"], kinds
-
-
 def main() -> None:
     rank, _ = join()
     torch.set_num_threads(1)
-    for case in (containers, own_code, torn):
+    for case in (containers, own_code):
         case(Path(sys.argv[1]) / case.__name__, rank)
         dist.barrier()
     print("same")

@@ -72,16 +72,13 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "draws": 0}
     pending: list[tuple[int, fastserial.PendingSave]] = []
-    how: Any = "in_place" if kind == "fsdp" else "copy"
 
     def over(report: fastserial.SaveReport) -> None:
         flags[rank] = 0
 
     with (
         fastserial.options(on_report=over, durable=False),
-        fastserial.Checkpointer(
-            folder, state, keep=2, every=every, snapshot=how, timeout=60
-        ) as checkpointer,
+        fastserial.Checkpointer(folder, state, keep=2, every=every, timeout=60) as checkpointer,
         warnings.catch_warnings(record=True) as warned,
     ):
         warnings.simplefilter("always", RuntimeWarning)

@@ -1,4 +1,4 @@
-"""Parsing an untrusted zip container: the offset of each record.
+"""torch's zip container, as an untrusted file: its structures, its directory, its records.
 
 Every offset and size is checked against the file before it is used, memory is bounded by the
 size of the directory, and nothing outside the file is read. An archive that torch's own reader
@@ -7,6 +7,8 @@ accepts is accepted, unless records overlap. `fastserial.verify` checks more.
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,9 +17,53 @@ from fastserial.errors import (
     TruncatedCheckpointError,
     UnreadableCheckpointError,
 )
-from fastserial.formats.source import Source
-from fastserial.formats.zip import structs
-from fastserial.formats.zip.structs import CENTRAL, DEFLATED, LOCAL, REFUSED, STORED, U16, U32
+from fastserial.formats.source import BytesSource, ByteStream, Source
+
+U16, U32 = 0xFFFF, 0xFFFFFFFF  # also: "the value is in the zip64 record"
+STORED, DEFLATED = 0, 8
+HAS_DESCRIPTOR, UTF8 = 0x0008, 0x0800
+REFUSED = 0x2061  # by torch: encrypted (three flags), or compressed as a patch
+MOST_INFLATED = 1040  # deflate makes at most 1032 bytes from one
+
+LOCAL_SIGNATURE = b"PK\x03\x04"
+CENTRAL_SIGNATURE = b"PK\x01\x02"
+DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
+END_SIGNATURE = b"PK\x05\x06"
+END64_SIGNATURE = b"PK\x06\x06"
+LOCATOR_SIGNATURE = b"PK\x06\x07"
+
+LOCAL = struct.Struct("<4sHHHHHIIIHH")
+LOCAL_LENGTHS = struct.Struct("<4s22xHH")  # of it: the signature, the lengths of name and extra
+CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+DESCRIPTOR = struct.Struct("<4sIII")
+DESCRIPTOR64 = struct.Struct("<4sIQQ")
+END64 = struct.Struct("<4sQHHIIQQQQ")
+LOCATOR = struct.Struct("<4sIQI")
+END = struct.Struct("<4sHHHHIIH")
+FIELD = struct.Struct("<HH")  # before each part of an extra field: its kind and its length
+
+ZIP64 = 1  # a kind of extra field
+
+
+def descriptor_form(size: int, header_offset: int) -> struct.Struct:
+    """Return the form of the data descriptor that torch writes behind a record (bytes)."""
+    return DESCRIPTOR64 if size >= U32 or header_offset >= U32 else DESCRIPTOR
+
+
+def zip64_values(extra: bytes) -> list[int]:
+    """Return the 64-bit values of the zip64 part of an extra field, [] without one."""
+    at = 0
+    while at + FIELD.size <= len(extra):
+        kind, length = FIELD.unpack_from(extra, at)
+        at += FIELD.size
+        if kind == ZIP64:
+            count = min(length, len(extra) - at) // 8
+            return list(struct.unpack_from(f"<{count}Q", extra, at))
+        at += length
+    return []
+
+
+# -- the directory -------------------------------------------------------------------------------
 
 MAX_DIRECTORY_BYTES = 512 * 1024 * 1024  # about 8 million records
 _REACH = 4096 + 16 * 4093  # how far from the end of the file torch's reader looks (bytes)
@@ -74,7 +120,7 @@ class RecordEntry(NamedTuple):
     @property
     def has_descriptor(self) -> bool:
         """Whether CRC and sizes are repeated after the data."""
-        return bool(self.flags & structs.HAS_DESCRIPTOR)
+        return bool(self.flags & HAS_DESCRIPTOR)
 
 
 class EndRecords(NamedTuple):
@@ -160,21 +206,18 @@ def _text(name: bytes) -> str:
     return name.decode("utf-8", "backslashreplace")
 
 
-# -- the end of the file -----------------------------------------------------------------------
-
-
 def _read_end(source: Source) -> EndRecords:
     size = source.size
     reach = min(size, _REACH)
     tail = source.read_at(size - reach, reach)
-    found = tail.rfind(structs.END_SIGNATURE, 0, max(0, reach - structs.END.size + 4))
+    found = tail.rfind(END_SIGNATURE, 0, max(0, reach - END.size + 4))
     if found < 0:
         raise TruncatedCheckpointError(
             "failed finding central directory: the file is truncated, or no zip archive"
         )
     at = size - reach + found
-    _, disk, start_disk, few, count, length, offset, _ = structs.END.unpack_from(tail, found)
-    trailing = size - at - structs.END.size
+    _, disk, start_disk, few, count, length, offset, _ = END.unpack_from(tail, found)
+    trailing = size - at - END.size
     stored = (count, length, offset)
     zip64 = _read_zip64_end(source, at)
     disks = (0,) if zip64 is None else (0, U16)
@@ -208,25 +251,20 @@ def _read_end(source: Source) -> EndRecords:
 
 def _read_zip64_end(source: Source, end: int) -> tuple[int, tuple[int, int, int]] | None:
     """Return the zip64 end record's offset and (count, size, offset), or None without one."""
-    if end < structs.LOCATOR.size:
+    if end < LOCATOR.size:
         return None
-    signature, disk, at, _ = structs.LOCATOR.unpack(
-        source.read_at(end - structs.LOCATOR.size, structs.LOCATOR.size)
-    )
-    if signature != structs.LOCATOR_SIGNATURE:
+    signature, disk, at, _ = LOCATOR.unpack(source.read_at(end - LOCATOR.size, LOCATOR.size))
+    if signature != LOCATOR_SIGNATURE:
         return None
-    if disk != 0 or at + structs.END64.size > end - structs.LOCATOR.size:
+    if disk != 0 or at + END64.size > end - LOCATOR.size:
         raise CorruptCheckpointError("the zip64 locator points outside the file")
-    fields = structs.END64.unpack(source.read_at(at, structs.END64.size))
+    fields = END64.unpack(source.read_at(at, END64.size))
     signature, _, _, _, disk, start_disk, few, count, length, offset = fields
-    if signature != structs.END64_SIGNATURE:
+    if signature != END64_SIGNATURE:
         raise CorruptCheckpointError("there is no zip64 end record where its locator points")
     if disk != 0 or start_disk != 0 or few != count:
         raise UnreadableCheckpointError("archives in several parts are not supported")
     return at, (count, length, offset)
-
-
-# -- the central directory ---------------------------------------------------------------------
 
 
 def _parse_entries(raw: bytes, end: EndRecords) -> list[RecordEntry]:
@@ -242,7 +280,7 @@ def _parse_entries(raw: bytes, end: EndRecords) -> list[RecordEntry]:
         fields = CENTRAL.unpack_from(raw, at)
         extra_at = at + CENTRAL.size + fields[10]
         stop = extra_at + fields[11] + fields[12]
-        if fields[0] != structs.CENTRAL_SIGNATURE or stop > len(raw):
+        if fields[0] != CENTRAL_SIGNATURE or stop > len(raw):
             raise CorruptCheckpointError(
                 f"entry {index} of the central directory is damaged",
                 offset=end.directory_offset + at,
@@ -265,7 +303,7 @@ def _entry(
     _, made, needed, flags, method, time, date, crc, packed, size = fields[:10]
     disk, internal, external, header = fields[13:]
     if extra and U32 in (packed, size, header):
-        values = structs.zip64_values(extra[: fields[11]])
+        values = zip64_values(extra[: fields[11]])
         wide = [size, packed, header]
         for index, value in enumerate(wide):
             if value == U32 and values:
@@ -276,7 +314,7 @@ def _entry(
         problem = "the record goes past the end of the records"
     elif method == STORED and size != packed and not flags & REFUSED:
         problem = f"stored with sizes {packed} and {size}, which differ"
-    elif method == DEFLATED and size > packed * structs.MOST_INFLATED:
+    elif method == DEFLATED and size > packed * MOST_INFLATED:
         problem = f"{size} bytes cannot come from {packed} in the file"
     if problem:
         raise CorruptCheckpointError(problem, record=_text(name))
@@ -285,16 +323,13 @@ def _entry(
     return RecordEntry(inside, name, header, 0, size, packed, crc, method, flags, stamp, extra)
 
 
-# -- local headers -----------------------------------------------------------------------------
-
-
 def parse_local_header(data: bytes, record: str) -> LocalHeader:
     """Return the local header that `data` starts with; name and extra field may be cut short.
 
     Raises:
         CorruptCheckpointError: there is none.
     """
-    if len(data) < LOCAL.size or data[:4] != structs.LOCAL_SIGNATURE:
+    if len(data) < LOCAL.size or data[:4] != LOCAL_SIGNATURE:
         raise CorruptCheckpointError("there is no local header at its offset", record=record)
     fields = LOCAL.unpack_from(data)
     _, _, flags, method, time, date, crc, packed, size, name_size, extra_size = fields
@@ -346,7 +381,103 @@ def _implied(entry: RecordEntry, limit: int) -> int | None:
         return None
     least = entry.header_offset + LOCAL.size + len(entry.full_name)
     descriptor = 0
-    if entry.flags & structs.HAS_DESCRIPTOR:
-        descriptor = structs.descriptor_form(entry.size, entry.header_offset).size
+    if entry.flags & HAS_DESCRIPTOR:
+        descriptor = descriptor_form(entry.size, entry.header_offset).size
     at = limit - descriptor - entry.compressed_size
     return at if least <= at <= least + U16 else None
+
+
+# -- records -------------------------------------------------------------------------------------
+
+PICKLE = "data.pkl"
+_PARTS = (PICKLE, "byteorder", "version", ".data/version")
+_MOST_INFLATED = 256 * 1024 * 1024
+
+
+def read_record(source: Source, record: RecordEntry, most: int) -> bytes:
+    """Return the bytes of a record of at most `most` bytes, decompressed if need be.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+        UnreadableCheckpointError: it is larger, or torch cannot read its compression.
+        OSError: the file cannot be read.
+    """
+    if record.size > most:
+        raise UnreadableCheckpointError(f"larger than {most} bytes", record=record.name)
+    if not record.is_readable:
+        raise UnreadableCheckpointError(
+            "encrypted, or compressed with a method that torch cannot read", record=record.name
+        )
+    raw = source.read_at(record.data_offset, record.compressed_size)
+    if record.is_stored:
+        return raw
+    try:
+        data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(raw, record.size + 1)
+    except zlib.error as error:
+        raise CorruptCheckpointError(f"damaged: {error}", record=record.name) from error
+    if len(data) != record.size:
+        raise CorruptCheckpointError("its size is not what the directory says", record=record.name)
+    return data
+
+
+def record_stream(source: Source, record: RecordEntry) -> ByteStream:
+    """Return the bytes of a record as a stream, to decode a pickle from.
+
+    Raises:
+        CorruptCheckpointError: it is compressed, and damaged.
+        UnreadableCheckpointError: it is compressed, and larger than 256 MiB.
+        OSError: the file cannot be read.
+    """
+    if record.is_stored:
+        return ByteStream(source, record.data_offset, record.data_end)
+    return ByteStream(BytesSource(read_record(source, record, _MOST_INFLATED)))
+
+
+def read_places(source: Source) -> Directory:
+    """Return the central directory, local headers read only if the writer was not torch.
+
+    Raises:
+        CorruptCheckpointError: the container is not to be trusted.
+        UnreadableCheckpointError: parts of the checkpoint have one name, as torch compares them
+            (without case), and differ: only torch's reader decides which it uses.
+        OSError: the file cannot be read.
+    """
+    directory = read_directory(source, headers=False)
+    first = next((record for record in directory.records if record.size), None)
+    if first is not None and not _is_placed(source, first):
+        directory = read_directory(source)
+    seen: dict[str, RecordEntry] = {}
+    for record in directory.records:
+        name = record.name.lower()
+        other = seen.setdefault(name, record)
+        if other is record or not is_part(name):
+            continue
+        if (other.size, other.crc) != (record.size, record.crc) or not record.crc:
+            text = "several records have this name: use torch.load, which takes one of them"
+            raise UnreadableCheckpointError(text, record=record.name)
+    return directory
+
+
+def _is_placed(source: Source, record: RecordEntry) -> bool:
+    raw = source.read_at(record.header_offset, LOCAL.size + len(record.full_name))
+    header = parse_local_header(raw, record.name)
+    return record.header_offset + header.length == record.data_offset
+
+
+def is_part(name: str) -> bool:
+    """Return whether a record of this name is part of a checkpoint: torch reads it, or may."""
+    return name in _PARTS or name.startswith("data/")
+
+
+def storage_records(directory: Directory) -> list[RecordEntry]:
+    """Return the records that hold storages as they are: stored and not empty."""
+    return [
+        record
+        for record in directory.records
+        if record.size and record.is_stored and record.name.startswith("data/")
+    ]
+
+
+def all_checksums(directory: Directory) -> bool:
+    """Return whether every record has a checksum: not with `set_crc32_options` or `skip_data`."""
+    return all(record.crc for record in directory.records if record.size)

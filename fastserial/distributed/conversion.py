@@ -1,6 +1,7 @@
-"""What is converted from a folder of torch.distributed.checkpoint: tensors over untouched memory.
+"""Folders of torch.distributed.checkpoint as sources and targets of `convert`.
 
-Their bytes are fetched from the ranks' files while they are written.
+Both are streamed from file to file. The tensors of a folder lie over memory that is never touched:
+their bytes are fetched from the ranks' files while they are written.
 """
 
 from __future__ import annotations
@@ -9,27 +10,38 @@ import ctypes
 import io
 import os
 import warnings
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from fastserial.checkpoints.streaming import FileMemory
-from fastserial.distributed.dcp.item_layout import outermost_first
-from fastserial.distributed.dcp.item_structure import ItemTensor, tensor_in
+from fastserial.checkpoints.convert import Converted, ConvertSource, FileMemory, part_of
+from fastserial.checkpoints.tensor_read import direct_extent, read_tensor_into
+from fastserial.config import Config, options
+from fastserial.distributed.dcp.shard_layout import ShardLayout, TensorBytes, bytes_of
+from fastserial.distributed.dcp.storage_reader import ItemTensor, tensor_in
+from fastserial.distributed.dcp.storage_writer import FastStorageWriter
 from fastserial.distributed.ranks.exchange import MemorySlice
-from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect, run_of
+from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect
+from fastserial.distributed.sharding.pieces import unloadable
 from fastserial.errors import ConvertError, CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.container import FolderContainer
 from fastserial.formats.dcp import Item, Metadata, Stored
 from fastserial.formats.pickles import refuse_nested
-from fastserial.formats.source import read_exactly
-from fastserial.formats.storages import contiguous_stride
-from fastserial.formats.zip.records import PICKLE
+from fastserial.formats.source import DescriptorSource, read_exactly
+from fastserial.formats.tensors import contiguous_stride
+from fastserial.formats.zip_format import PICKLE
 from fastserial.interrupts import Descriptors, finish
+from fastserial.loading.reader import HostSink, ReadExtent
 from fastserial.memory.storages import Memory
 from fastserial.memory.untouched import Untouched
+from fastserial.patching.self_check import self_check
+
+# -- a folder as a source --------------------------------------------------------------------------
 
 
 class StoredChunk(NamedTuple):
@@ -84,35 +96,29 @@ class ChunkedMemory:
 
 def _read(filed: StoredChunk, part: Box, target: torch.Tensor) -> None:
     """Read a part of what is filed into a tensor of bytes."""
-    offsets = [first - base for first, base in zip(part.offsets, filed.box.offsets, strict=True)]
-    sizes = list(part.sizes)
-    shape = list(filed.box.sizes)
+    sizes = filed.box.sizes
+    steps = contiguous_stride(sizes)
     if filed.strides is not None:
-        order = [*outermost_first(filed.strides), len(shape) - 1]
-        offsets, sizes = [offsets[dim] for dim in order], [sizes[dim] for dim in order]
-        shape = [shape[dim] for dim in order]
-        target = target.permute(order)
-    _read_box(filed, shape, Box(tuple(offsets), tuple(sizes)), target)
+        steps = (*(step * sizes[-1] for step in filed.strides), 1)
+    whole = torch.empty_strided(sizes, steps, dtype=torch.uint8, device="meta")
+    view, reader = whole[part.slices(filed.box)], _MemoryReader(filed.memory)
+    extent = direct_extent(0, view, target)
+    if extent is not None:
+        reader.read_into([extent])
+    else:
+        read_tensor_into(reader, 0, view, target)
 
 
-def _read_box(filed: StoredChunk, shape: list[int], box: Box, target: torch.Tensor) -> None:
-    run = run_of(shape, box)
-    if run is None:
-        dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
-        for index in range(box.sizes[dim]):
-            offsets, sizes = list(box.offsets), list(box.sizes)
-            offsets[dim] += index
-            sizes[dim] = 1
-            one = Box(tuple(offsets), tuple(sizes))
-            _read_box(filed, shape, one, target.narrow(dim, index, 1))
-        return
-    first, stop = run
-    if target.is_contiguous():
-        filed.memory.copy_to(target.data_ptr(), first, stop - first)
-        return
-    scratch = torch.empty(box.sizes, dtype=torch.uint8, device="cpu")
-    filed.memory.copy_to(scratch.data_ptr(), first, stop - first)
-    target.copy_(scratch)
+class _MemoryReader:
+    """Reads extents of a memory at once."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def read_into(self, extents: Sequence[ReadExtent]) -> None:
+        for extent in extents:
+            if isinstance(extent.sink, HostSink):
+                self._memory.copy_to(extent.sink.address, extent.offset, extent.length)
 
 
 class FolderSource:
@@ -123,7 +129,7 @@ class FolderSource:
 
         Raises:
             ConvertError: a value needs more than `weights_only` allows, an item went through an
-                extension of stock's writer, or ranks have one key in checkpoints of their own.
+                extension of stock's writer, or each rank saved a checkpoint of its own.
             CorruptCheckpointError: it is damaged, or no save was completed.
             OSError: it cannot be read.
         """
@@ -132,9 +138,10 @@ class FolderSource:
         self._files = Descriptors()
         self._opened: dict[str, tuple[int, FileStamp]] = {}
         self._untouched: Untouched | None = None
-        self._memory: dict[int, Memory] = {}  # of the tensors, by the address of their storages
+        self.keys: dict[int, str] = {}  # of the tensors, by the address of their storages
+        self._memory: dict[int, Memory] = {}  # likewise
         try:
-            found = FolderContainer(path).joined()
+            found = FolderContainer(path).of_all_ranks()
             self.container = "dcp"
             self.value = self._state(found)
         except BaseException:
@@ -147,6 +154,10 @@ class FolderSource:
         if found is None or (start == 0 and nbytes == found.nbytes):
             return found
         return MemorySlice(found, start, nbytes)
+
+    def offset_of(self, storage: torch.UntypedStorage) -> int:
+        """Return the address of a storage, which stands for what is in several files."""
+        return storage.data_ptr()
 
     def in_order(self, tensor: torch.Tensor) -> Memory | None:
         """Return the source of a tensor's bytes, in the order of its elements."""
@@ -189,18 +200,19 @@ class FolderSource:
             if tensor.numel():
                 memory = ChunkedMemory((*stored.shape, dtype.itemsize), chunks[key])
                 self._memory[tensor.data_ptr()] = memory
+                self.keys[tensor.data_ptr()] = key
         for key in found.values:
             flat[key] = self._value(items[key][0])
         order = [*found.paths, *flat]
         ordered = {key: flat[key] for key in dict.fromkeys(order) if key in flat}
-        self._warn_of_text(found)
+        self._paths = found.paths
         return _nested(ordered, found.paths)
 
-    def _warn_of_text(self, found: Metadata) -> None:
+    def warn_of_text(self) -> None:
         """Warn of keys that may have been integers: no optimizer takes its state without them."""
         text = [
             key
-            for key, path in found.paths.items()
+            for key, path in self._paths.items()
             if any(type(part) is str and part.isdecimal() for part in path)
         ]
         if text:
@@ -209,7 +221,7 @@ class FolderSource:
                 f"{self._path}: numbers among the keys of {text[0]!r}{more} are text, as "
                 "torch.distributed.checkpoint saves them: if they were integers, as in an "
                 "optimizer's state, make them so again before `load_state_dict`",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def _chunks(self, key: str, stored: Stored, items: list[Item]) -> list[StoredChunk]:
@@ -241,12 +253,9 @@ class FolderSource:
                 f"entry {item.name!r} went through an extension: load it with dcp.load"
             )
         shape = item.chunk.sizes if item.chunk is not None else ()
-
-        def peek(first: int, count: int) -> bytes:
-            return os.pread(fd, min(count, item.length - first), item.offset + first)
-
         try:
-            found = tensor_in(peek, item.length, dtype, shape, item.known)
+            source = DescriptorSource(fd, item.offset, item.length)
+            found = tensor_in(source, dtype, shape, item.known)
         except CorruptCheckpointError as error:
             raise self._damaged(item.name, error.message) from error
         except UnreadableCheckpointError as error:
@@ -308,32 +317,109 @@ def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> An
     """Return the nest of dictionaries and lists in which values were before they were flattened.
 
     Raises:
-        ConvertError: two of them have one path.
+        ConvertError: two of them cannot be in one nest.
     """
-    root: dict[Any, Any] = {}
-    for key, value in flat.items():
-        path = paths.get(key, (key,))
-        inside: Any = root
-        for part, following in zip(path, (*path[1:], None), strict=True):
-            new: Any = value
-            if following is not None:
-                new = _at(inside, part)
-                if new is None:
-                    new = [] if type(following) is int else {}
-            inside = _put(inside, part, new, key)
-    return root
+    places = {key: paths.get(key, (key,)) for key in flat}
+    leaves = set(places.values())
+    for key, path in places.items():
+        if any(path[:length] in leaves for length in range(1, len(path))):
+            raise ConvertError(f"entry {key!r}: what is around it is a value of its own")
+    try:
+        return unflatten_state_dict(flat, cast("Any", places))
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ConvertError(f"{paths}: one of these is a list and a dictionary") from error
 
 
-def _at(inside: Any, part: str | int) -> Any:
-    if isinstance(inside, list):
-        return inside[part] if type(part) is int and part < len(inside) else None
-    return inside.get(part) if isinstance(inside, dict) else None
+# -- a folder as a target --------------------------------------------------------------------------
 
 
-def _put(inside: Any, part: str | int, new: Any, key: str) -> Any:
-    if isinstance(inside, list) and type(part) is int:
-        inside.extend([None] * (part + 1 - len(inside)))
-    elif not isinstance(inside, dict):
-        raise ConvertError(f"entry {key!r}: what is around it is a value of its own")
-    inside[part] = new
-    return new
+class _StreamingWriter(FastStorageWriter):
+    """Takes the bytes of tensors from an open source."""
+
+    def __init__(self, path: str, source: ConvertSource) -> None:
+        super().__init__(path)
+        self._source = source
+
+    def _layout(self, name: str) -> ShardLayout:
+        return ShardLayout(name, self._bytes_of)
+
+    def _bytes_of(self, tensor: torch.Tensor) -> TensorBytes | None:
+        found = bytes_of(tensor)
+        if found is None or not found.address:
+            return found
+        storage = tensor.untyped_storage()
+        start = found.address - storage.data_ptr()
+        memory = self._source.part_of(storage, start, found.nbytes)
+        return found if memory is None else found._replace(memory=memory, address=0)
+
+
+def write_folder(
+    source: ConvertSource, name: str, path: str, key: str, config: Config
+) -> Converted:
+    """Write what is under a key of an open source to a folder.
+
+    What was in the folder stays whole until the new checkpoint is.
+
+    Args:
+        name: of the source.
+
+    Raises:
+        ConvertError: it is no dictionary, two of its entries get one key, a tensor has no bytes of
+            its own, or this torch cannot be written for.
+        CorruptCheckpointError: the source is damaged, or changed.
+        WriteError: it cannot be written; what was there is intact.
+    """
+    value = part_of(source.value, key)
+    if not isinstance(value, Mapping):
+        raise ConvertError(f"a folder holds a dictionary, nothing of type {type(value).__name__}")
+    reason = self_check()
+    if reason is not None:
+        raise ConvertError(f"this torch writes other archives than are known here: {reason}")
+    with options(**_as_options(config)):
+        writer = _StreamingWriter(path, source)
+        planner = DefaultSavePlanner()
+        writer.set_up_storage_writer(True, rank=0)
+        try:
+            planner.set_up_planner(
+                cast("dict[str, Any]", value),
+                storage_meta=writer.storage_meta(),
+                is_coordinator=True,
+            )
+        except ValueError as error:  # says which key
+            raise ConvertError(
+                f"{name}: the keys of a folder are paths joined by dots, and two entries get the "
+                f"same one ({error}): {_REMEDY}"
+            ) from error
+        _refuse_odd(planner.state_dict, name)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        plans, metadata = planner.create_global_plan([plan])
+        plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+        results = writer.write_data(plan, planner).wait()
+        source.check_unchanged()
+        writer.finish(metadata, [results])
+    nbytes = sum(
+        os.stat(os.path.join(path, name)).st_size
+        for name in {result.storage_data.relative_path for result in results} | {".metadata"}
+    )
+    dropped = tuple(name for name in source.metadata if name != "format")
+    return Converted(source.container, "dcp", nbytes, dropped)
+
+
+_REMEDY = "leave it out with --key (key=), or convert to one file of torch"
+
+
+def _refuse_odd(flat: Mapping[str, Any], name: str) -> None:
+    """Raise if a tensor cannot be loaded from a folder.
+
+    Raises:
+        ConvertError: one cannot.
+    """
+    for key, tensor in flat.items():
+        if isinstance(tensor, torch.Tensor) and (problem := unloadable(tensor)) is not None:
+            raise ConvertError(
+                f"{name}: entry {key!r} cannot be loaded from a folder: {problem}; {_REMEDY}"
+            )
+
+
+def _as_options(config: Config) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in fields(config)}

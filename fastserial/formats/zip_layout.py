@@ -20,30 +20,112 @@ from typing import NamedTuple, cast
 
 from fastserial.config.performance import COPIED_RECORD
 from fastserial.errors import LayoutError
+from fastserial.formats import zip_format
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Packed, Trailer
-from fastserial.formats.zip import structs
-from fastserial.formats.zip.structs import CENTRAL, DESCRIPTOR, FIELD, LOCAL, U32, UTF8
+from fastserial.formats.zip_format import (
+    CENTRAL,
+    DESCRIPTOR,
+    END,
+    END64,
+    FIELD,
+    LOCAL,
+    LOCATOR,
+    U32,
+    UTF8,
+)
 from fastserial.memory.storages import Batch, Memory
 
 ID_RECORD = ".data/serialization_id"
 # The `FB` padding length and the extra field's length are 16-bit; zip64 takes up to 28 bytes.
 MAX_ALIGNMENT = 65536 - 64
 
+_END_BYTES = END64.size + LOCATOR.size + END.size  # after the directory
+_PADDING = int.from_bytes(b"FB", "little")  # a kind of extra field
+_MADE_BY = 0x031E
+_NEEDED = 45
 _U64 = 0xFFFFFFFFFFFFFFFF
 _ID_DIGITS = 20
 _LOOKALIKE_BYTES = 8  # a storage of fewer is not taken for a descriptor
+_MARK = zip_format.DESCRIPTOR_SIGNATURE
 _CRC_AT = 4  # in a data descriptor
-_FLAGS = UTF8 | structs.HAS_DESCRIPTOR
+_FLAGS = UTF8 | zip_format.HAS_DESCRIPTOR
 
 _LENGTHS = struct.Struct("<HH")  # the end of a local header
-_LOCAL_START = LOCAL.pack(structs.LOCAL_SIGNATURE, 0, _FLAGS, *[0] * 8)[: -_LENGTHS.size]
+_LOCAL_START = LOCAL.pack(zip_format.LOCAL_SIGNATURE, 0, _FLAGS, *[0] * 8)[: -_LENGTHS.size]
 # The first 16 bytes of a central entry hold nothing but the flags; then come CRC-32, both sizes,
 # the lengths of name and extra field, and the offset of the local header.
 _CENTRAL_START, _CENTRAL_START_EMPTY = (
-    CENTRAL.pack(structs.CENTRAL_SIGNATURE, 0, 0, flags, *[0] * 13)[:16] for flags in (_FLAGS, UTF8)
+    CENTRAL.pack(zip_format.CENTRAL_SIGNATURE, 0, 0, flags, *[0] * 13)[:16]
+    for flags in (_FLAGS, UTF8)
 )
 _CENTRAL = struct.Struct("<16sIIIHH10xI")
 _LOCAL_BYTES = LOCAL.size + FIELD.size  # without name and padding
+
+
+# -- the bytes between the data ------------------------------------------------------------------
+
+
+def descriptor(crc: int, compressed: int, size: int, header_offset: int) -> bytes:
+    """Return the data descriptor that torch writes behind a record (sizes in bytes)."""
+    form = zip_format.descriptor_form(max(compressed, size), header_offset)
+    return form.pack(_MARK, crc, compressed, size)
+
+
+def local_header(
+    name: bytes,
+    size: int,
+    header_offset: int,
+    padding: int,
+    flags: int,
+    method: int = zip_format.STORED,
+    needed: int = 0,
+) -> bytes:
+    """Return the local header that torch writes for a record, with name, zip64 field and padding.
+
+    Its sizes and CRC are 0: torch writes them after the data.
+
+    Args:
+        name: with the archive name.
+        size, header_offset: of the record (bytes).
+        padding: bytes in the padding field.
+        flags, method, needed: general purpose bits, compression, version needed.
+    """
+    extra = zip64_field(size, 0, header_offset) + padding_field(padding)
+    lengths = len(name), len(extra)
+    fields = LOCAL.pack(zip_format.LOCAL_SIGNATURE, needed, flags, method, 0, 0, 0, 0, 0, *lengths)
+    return fields + name + extra
+
+
+def padding_field(nbytes: int) -> bytes:
+    """Return the extra field of torch's that brings the data to its alignment."""
+    return FIELD.pack(_PADDING, nbytes) + b"Z" * nbytes
+
+
+def zip64_field(size: int, compressed: int, header_offset: int) -> bytes:
+    """Return the extra field that holds what does not fit 32 bits; nothing if all does."""
+    values = (size, compressed) if size >= U32 else ()
+    values = (*values, header_offset) if header_offset >= U32 else values
+    if not values:
+        return b""
+    return struct.pack(f"<HH{len(values)}Q", zip_format.ZIP64, 8 * len(values), *values)
+
+
+def end_records(count: int, length: int, start: int) -> bytes:
+    """Return what torch writes behind a directory of `count` records.
+
+    Args:
+        count: number of records.
+        length, start: size and offset of the directory (bytes).
+    """
+    few = min(count, zip_format.U16)
+    counts = (0, 0, count, count, length, start)
+    near = min(length, U32), min(start, U32)
+    wide = END64.pack(zip_format.END64_SIGNATURE, END64.size - 12, _MADE_BY, _NEEDED, *counts)
+    locator = LOCATOR.pack(zip_format.LOCATOR_SIGNATURE, 0, start + length, 1)
+    return wide + locator + END.pack(zip_format.END_SIGNATURE, 0, 0, few, few, *near, 0)
+
+
+# -- the layout ----------------------------------------------------------------------------------
 
 
 def archive_name(path: str) -> str:
@@ -74,7 +156,7 @@ def lookalike_of(head: bytes) -> int | None:
     Args:
         head: the first 8 bytes of the data.
     """
-    if head[:4] == structs.DESCRIPTOR_SIGNATURE and len(head) >= _LOOKALIKE_BYTES:
+    if head[:4] == _MARK and len(head) >= _LOOKALIKE_BYTES:
         return int.from_bytes(head[4:8], "little")
     return None
 
@@ -176,9 +258,7 @@ class ZipLayout:
         record = len(self.names)
         known = [None if size and self.checksums else 0 for size in batch.sizes]
         headers, texts = self._open_all(names, batch.sizes, known)
-        for index, head in batch.beginning_with(
-            structs.DESCRIPTOR_SIGNATURE, _LOOKALIKE_BYTES
-        ).items():
+        for index, head in batch.beginning_with(_MARK, _LOOKALIKE_BYTES).items():
             self._lookalikes[record + index] = int.from_bytes(head[4:8], "little")
         # Behind 4 GiB the descriptors are longer.
         far = bisect_left(headers, U32)
@@ -215,20 +295,20 @@ class ZipLayout:
                 padding = -before % align
                 form = forms.get((length, padding))
                 if form is None:
-                    filler = structs.padding_field(padding)
+                    filler = padding_field(padding)
                     form = (_LOCAL_START + _LENGTHS.pack(length, len(filler)), filler)
                     forms[length, padding] = form
                 texts.append(form[0] + full_name + form[1])
                 cursor = before + padding + size + DESCRIPTOR.size
             else:
-                zip64 = len(structs.zip64_field(size, 0, cursor))
+                zip64 = len(zip64_field(size, 0, cursor))
                 padding = -(before + zip64) % align
                 flags = _FLAGS if size else UTF8
-                texts.append(structs.local_header(full_name, size, cursor, padding, flags))
+                texts.append(local_header(full_name, size, cursor, padding, flags))
                 self._directory_bytes += zip64
                 cursor = before + zip64 + padding + size
                 if size:
-                    cursor += structs.descriptor_form(size, headers[-1]).size
+                    cursor += zip_format.descriptor_form(size, headers[-1]).size
         self._cursor = cursor
         self.names += names
         self._full_names += full_names
@@ -251,7 +331,7 @@ class ZipLayout:
         self._flush()
         start, length = self._cursor, limit - self._cursor
         first = record + begin if self.checksums else None
-        seal = structs.descriptor_form(0, self._headers[record + begin])
+        seal = zip_format.descriptor_form(0, self._headers[record + begin])
         sizes, gaps = batch.sizes[begin:end], [*texts[begin + 1 : end], b""]
         pack = Packed(length, first, sizes, gaps, seal, batch, begin)
         self._extents.append(Extent(start, length, pack))
@@ -270,7 +350,7 @@ class ZipLayout:
         last = len(sizes) - 1
         directory = self._cursor + sizes[last] + len(self._descriptor(last, 0))
         length = directory - self._cursor + self._directory_bytes
-        length += structs.END_BYTES
+        length += _END_BYTES
 
         def make(crcs: Sequence[int]) -> bytes:
             values = [crc for crc, size in zip(crcs, sizes, strict=True) if size][:-1]
@@ -346,7 +426,7 @@ class ZipLayout:
 
     def _descriptor(self, record: int, crc: int) -> bytes:
         size = self._sizes[record]
-        return structs.descriptor(crc, size, size, self._headers[record])
+        return descriptor(crc, size, size, self._headers[record])
 
     def _directory(self, start: int, crcs: Sequence[int]) -> bytes:
         """Return the central directory, which starts at byte `start`, and the end records."""
@@ -355,10 +435,10 @@ class ZipLayout:
         short = [min(size, U32) for size in sizes]
         near = [min(header, U32) for header in headers]
         extras = [
-            b"" if size < U32 and header < U32 else structs.zip64_field(size, size, header)
+            b"" if size < U32 and header < U32 else zip64_field(size, size, header)
             for size, header in zip(sizes, headers, strict=True)
         ]
         lengths = (map(len, names), map(len, extras))
         entries = map(_CENTRAL.pack, starts, crcs, short, short, *lengths, near)
         directory = b"".join(chain.from_iterable(zip(entries, names, extras, strict=True)))
-        return directory + structs.end_records(len(self.names), len(directory), start)
+        return directory + end_records(len(self.names), len(directory), start)

@@ -1,4 +1,4 @@
-"""Parsing the legacy container: the offset of each storage, without executing a pickle.
+"""Parsing the legacy container, which torch wrote before 1.6, without executing a pickle.
 
 Five pickles (magic number, protocol, system, object, sorted keys), then each storage after its
 element count. The object's persistent ids give the type and size of each storage, so everything
@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fastserial.errors import CorruptCheckpointError, TruncatedCheckpointError
-from fastserial.formats.legacy.layout import COUNT
+from fastserial.formats.extents import COUNT
 from fastserial.formats.pickles import Decoded, Limits, Mapping, decode
 from fastserial.formats.source import ByteStream, Source
-from fastserial.formats.storages import ITEM_BYTES, StorageEntry, storage_table
+from fastserial.formats.tensors import ITEM_BYTES, StorageEntry, storage_table
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001

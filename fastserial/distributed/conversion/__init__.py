@@ -1,1 +1,0 @@
-"""Sources and targets of `convert` that many ranks wrote: folders of shards."""

@@ -1,0 +1,502 @@
+"""Planners: torch's, with equal bytes for all ranks and any placement, at little cost.
+
+torch makes the items of all plans, and the metadata. Here is what it asks for the boxes of a
+DTensor (`HeldShards`), how what several ranks have is divided (`divide`), and what is kept from one
+save to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import pickle
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from fastserial.config import current
+from fastserial.distributed.plan.balance import Assignment, Workload, assign
+from fastserial.distributed.ranks.copies import checksums, differing, ranks_in_words
+from fastserial.distributed.sharding.boxes import Box
+from fastserial.distributed.sharding.pieces import as_dtensor, holding, unloadable
+from fastserial.distributed.state.facts import facts_of
+from fastserial.distributed.state.tables import SHARED_FROM
+from fastserial.errors import UnknownPlacementError
+from fastserial.memory.held_settings import paused_collection
+
+_GLOBAL = "global_shape"  # torch 2.15: a plain tensor that has it is a part of another one
+_PARTS_EACH = 20  # a dimension with so many rows for each rank can be cut evenly enough
+_PLANNING = ("create_local_plan", "create_global_plan", "finish_plan", "lookup_object")
+
+# -- what a rank has of a tensor -------------------------------------------------------------------
+
+
+class HeldShards:
+    """What this rank has of a DTensor: torch's planners are given it in place of the DTensor.
+
+    torch takes a rank's shard for one box, and gets uneven strided shards wrong.
+
+    Attributes:
+        parts: boxes of the whole tensor, each with its part of the local one.
+    """
+
+    def __init__(self, key: str, value: Any, meshes: dict[int, tuple[int, ...]]) -> None:
+        """Find the boxes.
+
+        Args:
+            meshes: keeps what is found of meshes while they live.
+
+        Raises:
+            LoadMismatchError: its placement cannot be in a file: `Partial`, say.
+            UnknownPlacementError: its placement is none of torch's.
+        """
+        self._value = value
+        found = holding(value, key, dist.get_rank(), _all_ranks(dist.get_world_size()), meshes)
+        self.parts = found.parts
+        if not found.spec.numel:  # of an empty tensor every rank has all
+            self.parts = [(whole_box(value), found.local.new_empty(value.shape))]
+
+    def size(self) -> torch.Size:
+        """Return the size of the whole tensor; called by torch."""
+        size: torch.Size = self._value.size()
+        return size
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box, _ in self.parts
+        ]
+
+    def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._value.to_local())
+        return [
+            _shard_item(key, TensorWriteData(chunk, properties, self.size()))
+            for chunk in self.__create_chunk_list__()
+        ]
+
+
+@functools.cache
+def _all_ranks(count: int) -> dict[int, int]:
+    return {rank: rank for rank in range(count)}
+
+
+def whole_box(tensor: torch.Tensor) -> Box:
+    """Return the box of all elements of a tensor."""
+    return Box((0,) * tensor.dim(), tuple(tensor.shape))
+
+
+def _shard_item(key: str, data: TensorWriteData) -> WriteItem:
+    index = MetadataIndex(key, data.chunk.offsets)
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+
+def _is_sharded(value: object) -> bool:
+    """Return whether a value is a DTensor over a plain tensor."""
+    if as_dtensor(value) is None:
+        return False
+    local = getattr(value, "_local_tensor", None)
+    return isinstance(local, torch.Tensor) and not hasattr(local, "__create_write_items__")
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value is a tensor that may be cut anywhere."""
+    plain = isinstance(value, torch.Tensor) and unloadable(value) is None
+    return plain and not hasattr(value, _GLOBAL)
+
+
+def _with_shards(state: Mapping[str, Any], meshes: dict[int, tuple[int, ...]]) -> dict[str, Any]:
+    """Return a flattened state with `HeldShards` for its DTensors.
+
+    Those remain that this rank has nothing of, or whose placement is none of torch's.
+    """
+    found = dict(state)
+    unknown = ""
+    for key, value in state.items():
+        if _is_sharded(value) and value.device_mesh.get_coordinate() is not None:
+            try:
+                found[key] = HeldShards(key, value, meshes)
+            except UnknownPlacementError as error:
+                unknown = unknown or str(error)
+    if unknown:
+        warnings.warn(f"{unknown}. It is left to torch, as are others like it", stacklevel=4)
+    return found
+
+
+# -- who writes what -------------------------------------------------------------------------------
+
+
+def divide(
+    plans: Sequence[SavePlan], lowest: bool, whole: Collection[str], apart: Collection[str]
+) -> list[SavePlan]:
+    """Return plans in which each element is written once, and each rank has about as many bytes.
+
+    Args:
+        plans: of the ranks: all that each of them has. Of what differs, the first rank's counts.
+        lowest: what several ranks have is written by the first of them.
+        whole: keys of what cannot be cut.
+        apart: plain tensors that differ between the ranks: the first rank's is saved, as a whole.
+
+    Raises:
+        ValueError: a key has a value on some ranks and a tensor on others.
+    """
+    first: dict[MetadataIndex, WriteItem] = {}
+    owners: dict[MetadataIndex, list[int]] = {}
+    types: dict[str, tuple[bool, int]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            key, is_value = item.index.fqn, item.tensor_data is None
+            before, other = types.setdefault(key, (is_value, rank))
+            if is_value is not before:
+                raise ValueError(
+                    f"{key}: a value on one of the ranks {other} and {rank}, a tensor on the other:"
+                    " give one of them another key"
+                )
+            if first.setdefault(item.index, item).tensor_data == item.tensor_data:
+                owners.setdefault(item.index, []).append(rank)
+    work: list[Workload] = []
+    for index, ranks in owners.items():
+        data, nbytes = first[index].tensor_data, first[index].tensor_storage_size() or 0
+        rows = 1
+        if lowest or data is None or index.fqn in apart:
+            ranks = ranks[:1]
+        elif len(ranks) > 1 and nbytes >= SHARED_FROM and index.fqn not in whole:
+            rows = data.chunk.sizes[_dim(data.chunk.sizes, len(ranks))]
+        work.append(Workload(nbytes, tuple(ranks), rows))
+    items: list[list[WriteItem]] = [[] for _ in plans]
+    held = list(first.values())
+    for share in assign(work, len(plans)):
+        items[share.rank].append(_cut(held[share.item], work[share.item], share))
+    return [replace(plan, items=mine) for plan, mine in zip(plans, items, strict=True)]
+
+
+def _dim(sizes: Sequence[int], ranks: int) -> int:
+    """Return the dimension in which a tensor is cut: the first one that makes enough parts."""
+    for dim, size in enumerate(sizes):
+        if size >= _PARTS_EACH * ranks:
+            return dim
+    return max(range(len(sizes)), key=lambda dim: sizes[dim])
+
+
+def _cut(item: WriteItem, work: Workload, share: Assignment) -> WriteItem:
+    """Return the rows of an item that a rank is to write."""
+    data, rows = item.tensor_data, share.stop - share.first
+    if data is None or rows == work.rows:
+        return item
+    dim = _dim(data.chunk.sizes, len(work.owners))
+    offsets, sizes = list(data.chunk.offsets), list(data.chunk.sizes)
+    offsets[dim] += share.first
+    sizes[dim] = rows
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    return _shard_item(item.index.fqn, replace(data, chunk=chunk))
+
+
+def _sharing(items: Iterable[WriteItem]) -> list[WriteItem]:
+    """Return items that share equal objects: each is pickled once."""
+    same: dict[Any, TensorWriteData] = {}
+    found: list[WriteItem] = []
+    for item in items:
+        data = item.tensor_data
+        if data is not None:
+            like = (data.size, data.chunk.offsets, data.chunk.sizes, repr(data.properties))
+            data = same.setdefault(like, data)
+        found.append(replace(item, tensor_data=data))
+    return found
+
+
+# -- saves -----------------------------------------------------------------------------------------
+
+
+class _FromRank(NamedTuple):
+    """What a rank sends to the coordinator.
+
+    Attributes:
+        plan: a pickle of torch's plan, with all that the rank has, and of the keys that stay whole.
+        sums: checksums of the plain tensors that may be cut.
+    """
+
+    plan: bytes
+    sums: dict[str, int]
+
+
+class _ToRank(NamedTuple):
+    """What the coordinator sends back: a pickle of the items that a rank is to write."""
+
+    items: bytes
+
+
+class _OwnPlan(NamedTuple):
+    """What this rank's last save was planned from, and what was made of it.
+
+    Attributes:
+        facts: what decides the plan; none of the state's tensors is kept.
+        plan: as it is sent.
+        compared: keys of the plain tensors that may be cut.
+        answer: of the coordinator.
+        items: what it has.
+    """
+
+    facts: Any
+    plan: bytes
+    compared: list[str]
+    answer: bytes = b""
+    items: list[WriteItem] = []  # noqa: RUF012 (never changed)
+
+
+_last = _OwnPlan(None, b"", [])  # replaced as a whole: several threads may save
+
+
+@functools.lru_cache(maxsize=4)
+def _planned(
+    plans: tuple[bytes, ...], flattened: bool, lowest: bool, apart: frozenset[str]
+) -> tuple[list[bytes], bytes]:
+    """Return pickles of each rank's items, and of the metadata, which its user may change.
+
+    A plan is used again if all ranks have what it was made for.
+    """
+    found: list[tuple[SavePlan, set[str]]] = [pickle.loads(one) for one in plans]
+    whole = {key for _, keys in found for key in keys}
+    divided = divide([plan for plan, _ in found], lowest, whole, apart)
+    made, metadata = DefaultSavePlanner(flattened).create_global_plan(divided)
+    return [pickle.dumps(plan.items) for plan in made], pickle.dumps(metadata)
+
+
+class FastSavePlanner(DefaultSavePlanner):
+    """The `planner` of `dcp.save`. It takes the arguments of `DefaultSavePlanner`.
+
+        writer = distributed.FastStorageWriter("folder")
+        dcp.save({"step": 7}, storage_writer=writer, planner=distributed.FastSavePlanner())
+
+    What several ranks have is written by each of them in equal parts; tensors from 1 MiB on are cut
+    for that. Plain ones are compared in every save (option `compare`); of one that differs between
+    ranks, the first rank's is saved, with a warning.
+
+    A class derived from it that overrides what makes plans (`create_local_plan`,
+    `create_global_plan`, `finish_plan`, `lookup_object`) gets those of `DefaultSavePlanner`: ours
+    have no items before the end, and share what they consist of.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("enable_plan_caching", None)  # ours is always on
+        super().__init__(*args, **kwargs)
+        kind = type(self)
+        self._plans_as_stock = any(
+            getattr(kind, name) is not getattr(FastSavePlanner, name) for name in _PLANNING
+        )
+        if self._plans_as_stock:
+            text = f"{kind.__name__} changes plans: they are those of DefaultSavePlanner"
+            warnings.warn(text, UserWarning, stacklevel=2)
+        self._own: _OwnPlan | None = None  # of this rank, while the save is planned
+        self._meshes: dict[int, tuple[int, ...]] = {}  # what is known of the meshes of this save
+
+    def create_local_plan(self) -> SavePlan:
+        """Return a plan without items, which says what this rank has.
+
+        Raises:
+            LoadMismatchError: a placement cannot be saved: `Partial`, say.
+        """
+        if self._plans_as_stock:
+            return super().create_local_plan()
+        self._meshes = {}
+        with paused_collection():
+            self._own = own = self._own_plan()
+        tensors = [self.state_dict[key] for key in own.compared]
+        sums = checksums(tensors, current().compare == "all")
+        message = _FromRank(own.plan, dict(zip(own.compared, sums, strict=True)))
+        self.plan = SavePlan([], planner_data=message)
+        return self.plan
+
+    def _own_plan(self) -> _OwnPlan:
+        """Return what this rank has: as at the last save, if nothing has changed."""
+        state = self.state_dict
+        tensors = {key: one for key, one in state.items() if isinstance(one, torch.Tensor)}
+        others = {key: one for key, one in state.items() if key not in tensors}
+        facts: Any = facts_of(list(tensors), list(tensors.values()))
+        if any(hasattr(one, "__create_write_items__") for one in others.values()):
+            facts = None  # only they know what they consist of
+        may_cut = dist.is_initialized() and not self.dedup_save_to_lowest_rank
+        if facts is not None:
+            facts = [facts, list(others), self.mappings, may_cut]
+            if facts == _last.facts:
+                return _last
+        shown = self.state_dict = _with_shards(state, self._meshes)
+        try:
+            plan = super().create_local_plan()
+        finally:
+            self.state_dict = state
+        plain = [key for key, one in tensors.items() if _is_plain(one)]
+        sharded = [key for key, one in shown.items() if isinstance(one, HeldShards)]
+        whole = state.keys() - {*plain, *sharded}
+        message = pickle.dumps((replace(plan, items=_sharing(plan.items)), whole))
+        compared = [key for key in plain if may_cut and tensors[key].nbytes >= SHARED_FROM]
+        return _OwnPlan(facts, message, compared)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return what each rank writes. On the coordinator.
+
+        Raises:
+            ValueError: the ranks' parts of a tensor do not make up the tensor, or a rank has
+                another kind of planner.
+        """
+        messages: list[_FromRank] = [plan.planner_data for plan in all_plans]
+        for rank, message in enumerate(messages):
+            if isinstance(message, _FromRank) is self._plans_as_stock:
+                raise _other_planner(f"rank {rank}")
+        if self._plans_as_stock:
+            return super().create_global_plan(all_plans)
+        mixed = differing([message.sums for message in messages])
+        plans = tuple(message.plan for message in messages)
+        with paused_collection():
+            items, metadata = _planned(
+                plans, self.flatten_state_dict, self.dedup_save_to_lowest_rank, frozenset(mixed)
+            )
+            self.metadata = pickle.loads(metadata)
+        _warn(mixed)
+        answers = [
+            replace(plan, planner_data=_ToRank(mine))
+            for plan, mine in zip(all_plans, items, strict=True)
+        ]
+        return answers, self.metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return what this rank writes.
+
+        Raises:
+            ValueError: the coordinator has another kind of planner.
+        """
+        if self._plans_as_stock:
+            return super().finish_plan(new_plan)
+        global _last
+        message, own = new_plan.planner_data, self._own
+        self._own = None
+        if not isinstance(message, _ToRank) or own is None:
+            raise _other_planner("the coordinator")
+        if own.answer != message.items:
+            with paused_collection():
+                own = own._replace(answer=message.items, items=pickle.loads(message.items))
+        _last = own
+        self.plan = replace(new_plan, items=list(own.items), planner_data=self.mappings)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return the tensor, or the part of one, or the bytes that an item is."""
+        data, key = write_item.tensor_data, write_item.index.fqn
+        value = self.state_dict.get(key)
+        part: torch.Tensor | None = None
+        if data is not None and not self._plans_as_stock:
+            with contextlib.suppress(UnknownPlacementError):  # then torch made the plan
+                part = self._part(key, value, data.chunk)
+        if part is None:
+            found: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
+            return found
+        return self.transform_object(write_item, part)  # type: ignore[no-any-return]
+
+    def _part(self, key: str, value: Any, chunk: ChunkStorageMetadata) -> torch.Tensor | None:
+        """Return the part of a tensor that a chunk is; None: torch has to find it."""
+        is_sharded = _is_sharded(value)
+        if not is_sharded and not _is_plain(value):
+            return None
+        with torch.no_grad():
+            local: torch.Tensor = value.to_local() if is_sharded else value
+        if local.shape == chunk.sizes:  # all of it: parts of a shard are smaller
+            return local
+        parts = [(whole_box(local), local)]
+        if is_sharded:
+            parts = HeldShards(key, value, self._meshes).parts
+        wanted = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        for box, view in parts:
+            if box.contains(wanted):
+                return view[wanted.slices(box)]
+        raise ValueError(f"{key}: this rank does not have the part {wanted}")
+
+
+def _other_planner(whose: str) -> ValueError:
+    return ValueError(
+        f"{whose} has another kind of planner; use FastSavePlanner on all ranks, or on none"
+    )
+
+
+def _warn(mixed: Mapping[str, Sequence[int]]) -> None:
+    if mixed:
+        keys = list(mixed)
+        more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+        text = (
+            f"plain tensors of {ranks_in_words(mixed[keys[0]])} differ from the first rank's, "
+            f"which are saved: {', '.join(map(repr, keys[:5]))}{more}. Parts of one tensor have to "
+            "be DTensors"
+        )
+        warnings.warn(text, UserWarning, stacklevel=3)
+
+
+# -- loads -----------------------------------------------------------------------------------------
+
+
+class FastLoadPlanner(DefaultLoadPlanner):
+    """The `planner` of `dcp.load`.
+
+        reader = distributed.FastStorageReader("folder")
+        dcp.load({"step": 0}, storage_reader=reader, planner=distributed.FastLoadPlanner())
+
+    It takes the arguments of `DefaultLoadPlanner`. Each rank keeps its own plan: none is sent.
+
+    Attributes:
+        views: what is filled of DTensors.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._own: LoadPlan | None = None
+        self.views: dict[MetadataIndex, torch.Tensor] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        """Make and keep this rank's plan; return an empty one.
+
+        Raises:
+            RuntimeError: the checkpoint lacks a key.
+            ValueError: a tensor has another shape there.
+        """
+        state = self.state_dict
+        with paused_collection():
+            self.state_dict = shown = _with_shards(state, {})
+            try:
+                self._own = super().create_local_plan()
+            finally:
+                if self.state_dict is shown:  # torch flattens anew for an old checkpoint
+                    self.state_dict = state
+            self.views = {
+                MetadataIndex(key, torch.Size(box.offsets)): view
+                for key, one in shown.items()
+                if isinstance(one, HeldShards)
+                for box, view in one.parts
+            }
+        return LoadPlan([])
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Return this rank's plan."""
+        own, self._own = self._own, None
+        if own is None:
+            return super().finish_plan(new_plan)
+        return replace(own, storage_data=new_plan.storage_data)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the tensor of an index."""
+        view = self.views.get(index)
+        return view if view is not None else super().lookup_tensor(index)

@@ -1,1 +1,0 @@
-"""torch's zip container: layout, directory, records."""
