@@ -190,23 +190,25 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """Lightning, Hugging Face's Trainer, accelerate, ordinary programs: killed and resumed.
+    """Lightning, Hugging Face's Trainer, accelerate: killed and resumed.
 
     `-- short`, for CI: one process only, and without the controls.
     """
     install(session, TORCH, "test,lightning,transformers")
     session.install("--no-deps", "nvidia-resiliency-ext")  # its tools for GPUs are not needed
-    session.install("peft", "torch-ema", "torchdata", f"torch=={TORCH}")
     session.install("moto[server]", "boto3")  # an S3 server
     default = [*PARALLEL, "tests/integrations"]
     if session.posargs == ["short"]:
-        long = "ddp or fsdp2 or control or outlives or two_ranks"
+        long = "ddp or fsdp2 or outlives or two_ranks"
         session.run("pytest", *default, "-k", f"not ({long})")
         return
     session.run("pytest", *(session.posargs or default))
     if not session.posargs:
-        page = "tests/docs/test_pages.py::test_blocks_run[frameworks]"
-        session.run("pytest", page, env={"FASTSERIAL_DOCS": "1"})
+        pages = [
+            f"tests/docs/test_pages.py::test_blocks_run[{page}]"
+            for page in ("frameworks", "recipes")
+        ]
+        session.run("pytest", *pages, env={"FASTSERIAL_DOCS": "1"})
 
 
 @nox.session

@@ -166,19 +166,23 @@ class SaveReport(Report):
         engine: `buffered` for one plain write.
         direct: whether direct I/O was used.
         durable: whether file and directory were synced.
-        phases: `transfer`, `sync`, `commit`, and `serialize` for the rest, such as the pickle:
-            they add up to `seconds`.
+        cloned: how many of `bytes` were cloned from the `base` of the save, not written.
+        phases: `transfer`, `sync`, `commit`, `compare` with a `base`, and `serialize` for the rest,
+            such as the pickle: they add up to `seconds`.
         snapshot: of a `save_async`, else None.
         ranks: of a save of many ranks, each rank's part; on rank 0.
     """
 
     direct: bool
     durable: bool
+    cloned: int = 0
     snapshot: SnapshotReport | None = None
     ranks: tuple[RankReport, ...] = ()
 
     def __str__(self) -> str:
         details = f"direct={int(self.direct)}, durable={int(self.durable)}"
+        if self.cloned:
+            details += f", cloned={format_bytes(self.cloned)}"
         if self.snapshot is not None:
             details += f", stall={self.snapshot.stall * 1000:.0f}msec"
         return "\n  ".join([self.line("WRITE", details), *map(str, self.ranks)])

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from support.forms import dice, trials  # noqa: F401
 
-from fastserial.patching import compile as patch_compile
-from fastserial.patching import install
+from fastserial.patching import install, patches
 
 # Loads that stock itself does not repeat cannot be compared: 4 of them today.
 _MOST_INCOMPARABLE = 8
@@ -27,7 +26,7 @@ _SLOW = tuple(
     bench/ compat/ deepspeed/ docs/ faults/ gpu/ integrations/ package/ torch_suite/
     checkpoints/test_archives_of_others.py::test_other_archives_of_torch
     checkpoints/test_bad_input.py
-    checkpoints/test_convert.py::test_corpus checkpoints/test_convert.py::test_memory
+    checkpoints/test_convert.py::test_memory
     checkpoints/test_dcp_folders.py::test_any_flipped_bit_is_found_and_named
     checkpoints/test_hostile_pickles.py
     checkpoints/test_load_into.py::test_memory
@@ -36,8 +35,8 @@ _SLOW = tuple(
     checkpoints/test_verification.py::test_more_than_4_gib
     checkpoints/test_verification.py::test_what_stock_torch_writes_is_whole
     cli/test_cli.py diagnosis/test_doctor.py
-    distributed/test_dcp_alone.py distributed/test_dcp_ranks.py distributed/test_dcp_runs.py
-    distributed/test_dcp_with_stock.py distributed/test_distributed_ distributed/test_ranks
+    distributed/test_dcp_alone.py distributed/test_dcp_ranks.py distributed/test_dcp_with_stock.py
+    distributed/test_distributed_ distributed/test_kills.py
     distributed/test_targets.py distributed/test_unstepped.py
     engines/test_io_uring.py files/test_attributes.py files/test_place.py::test_system_calls
     formats/test_pickles.py::test_values
@@ -81,12 +80,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @functools.cache
-def _compiled(version: str) -> tuple[patch_compile.Installation, tuple[CodeType, ...]]:
-    made = patch_compile.prepare(version)
+def _compiled(version: str) -> tuple[patches.Installation, tuple[CodeType, ...]]:
+    made = patches.prepare(version)
     return made, tuple(swap.ours.__code__ for swap in made.swaps)
 
 
-def _prepare(version: str) -> patch_compile.Installation:
+def _prepare(version: str) -> patches.Installation:
     """Return fresh functions: `uninstall` gives them the code of the originals."""
     made, codes = _compiled(version)
     swaps = []

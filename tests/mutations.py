@@ -25,9 +25,8 @@ TESTS = {
         files/test_replacement.py test_properties.py""",
     "loading": """loading/test_reader.py loading/test_prefetch.py loading/test_load_damaged.py
         loading/test_load_forms.py loading/test_load_files.py loading/test_device_loads.py""",
-    "distributed": """distributed/test_schedule.py distributed/test_flow.py
-        distributed/test_exchange.py distributed/test_copies.py distributed/test_shared_file.py
-        distributed/test_dcp_storage.py distributed/test_targets.py
+    "distributed": """distributed/test_schedule.py distributed/test_copies.py
+        distributed/test_shared_file.py distributed/test_dcp_storage.py distributed/test_targets.py
         distributed/test_distributed_save.py""",
 }
 

@@ -337,53 +337,34 @@ def _write_safetensors(
 
 
 def part_of(value: Any, key: str) -> Any:
-    """Return the value under a key; names in it may contain dots.
+    """Return the value under a key; names in it may contain dots, the longest that fits counts.
 
     Raises:
         ConvertError: there is none; says how far the path resolves, and which names exist there.
     """
-    names = key.split(".") if key else []
-    found = _under(value, names)
-    if found is not None:
-        return found[0]
-    for count in range(len(names) - 1, -1, -1):
-        found = _under(value, names[:count])
-        if found is not None:
-            break
-    resolved, rest = ".".join(names[:count]), ".".join(names[count:])
-    inside = found[0] if found is not None else value
-    where = repr(resolved) if resolved else "it"
-    raise ConvertError(f"there is no {rest!r} in {where}{_offers(inside)}")
+    rest = key
+    while rest:
+        inside = _named(value)
+        fits = [name for name in inside if f"{rest}.".startswith(f"{name}.")]
+        if not fits:
+            where = repr(key[: -len(rest) - 1]) if rest != key else "it"
+            names = [repr(name) for name in itertools.islice(inside, _SHOWN_KEYS)]
+            more = ", ..." if len(inside) > _SHOWN_KEYS else ""
+            offers = f"; there are: {', '.join(names)}{more}" if names else ""
+            raise ConvertError(f"there is no {rest!r} in {where}{offers}")
+        name = max(fits, key=len)
+        value, rest = inside[name], rest[len(name) + 1 :]
+    return value
 
 
-def _under(value: Any, names: list[str]) -> tuple[Any] | None:
-    if not names:
-        return (value,)
-    for count in range(1, len(names) + 1):
-        item = _child(value, ".".join(names[:count]))
-        found = _under(item[0], names[count:]) if item is not None else None
-        if found is not None:
-            return found
-    return None
-
-
-def _child(value: Any, name: str) -> tuple[Any] | None:
-    """Return the value of one name: a key with this text, or an index of a list."""
+def _named(value: Any) -> dict[str, Any]:
+    """Return what a container holds, by keys and indices as text; keys that are text count more."""
     if isinstance(value, Mapping):
-        if name in value:
-            return (value[name],)
-        return next(((item,) for key, item in value.items() if str(key) == name), None)
-    if isinstance(value, list | tuple) and name.isdecimal() and int(name) < len(value):
-        return (value[int(name)],)
-    return None
-
-
-def _offers(value: Any) -> str:
-    if not isinstance(value, Mapping) or not value:
-        return ""
-    names = [repr(key) for key in itertools.islice(value, _SHOWN_KEYS)]
-    more = ", ..." if len(value) > _SHOWN_KEYS else ""
-    return f"; there are: {', '.join(names)}{more}"
+        texts = {key: item for key, item in value.items() if isinstance(key, str)}
+        return {str(key): item for key, item in value.items()} | texts
+    if isinstance(value, list | tuple):
+        return {str(index): item for index, item in enumerate(value)}
+    return {}
 
 
 def _write_shards(

@@ -38,6 +38,7 @@ from fastserial.formats.container import (
     open_container,
 )
 from fastserial.formats.pickles import refuse_nested
+from fastserial.formats.safetensors import ONE_FILE
 from fastserial.formats.source import DescriptorSource, naming
 from fastserial.formats.zip_format import MOST_INFLATED, PICKLE, RecordEntry, read_record
 from fastserial.interrupts import Descriptors
@@ -323,7 +324,8 @@ def open_source(name: str, verify: bool = False) -> MappedSource:
         if index is not None:
             source.value = _all_of(source, index)
         else:
-            mapped = source.add(name)
+            whole = os.path.join(name, ONE_FILE)
+            mapped = source.add(whole if os.path.exists(whole) else name)
             source.container, source.value = mapped.container, mapped.value
     except BaseException:
         source.close()

@@ -18,6 +18,7 @@ from fastserial.patching.install import installed, patched
 from fastserial.reasons import ASKED, Reason
 from fastserial.reports import SAVES, SaveReport
 from fastserial.saving.archive import ZipArchive
+from fastserial.saving.incremental import Base, Trust
 from fastserial.saving.writer import FastFileWriter
 
 _UNPATCHED = StockWay(Reason("this torch stays stock", "see `fastserial patches check`"))
@@ -27,6 +28,8 @@ def save(
     obj: object,
     path: str | os.PathLike[str],
     *,
+    base: str | os.PathLike[str] | None = None,
+    trust: Trust = "compare",
     zip_container: bool = True,
     pickle_module: Any = pickle,
     pickle_protocol: int = 2,
@@ -38,6 +41,13 @@ def save(
     Options are set by `with fastserial.options(...)`.
 
     Args:
+        base: an earlier checkpoint, or the one at `path`. What has the same bytes there is not
+            written but cloned from it, where the file system has reflinks (XFS, btrfs). The new
+            file is whole without the base. `report.cloned` counts these bytes.
+        trust: how it is known what is the same. "compare": all bytes are compared. "version": if
+            this process saved the base so, too, tensors whose version counters have not changed
+            since are taken for unchanged; what changes behind the counters (NumPy, `.data`, code
+            of other languages) may be missed.
         zip_container: torch's zip format; False is `_use_new_zipfile_serialization=False`.
         pickle_module, pickle_protocol: as `torch.save`.
 
@@ -47,10 +57,12 @@ def save(
 
     Raises:
         WriteError: the file cannot be written; the previous one is intact.
+        ConfigError: `trust` is none of its values.
     """
     writer = write(
         obj,
         os.fspath(path),
+        base=Base(base, trust, obj) if base is not None or trust != "compare" else None,
         zip_container=zip_container,
         pickle_module=pickle_module,
         pickle_protocol=pickle_protocol,
@@ -62,6 +74,7 @@ def write(
     obj: object,
     path: str,
     *,
+    base: Base | None = None,
     zip_container: bool = True,
     pickle_module: Any = pickle,
     pickle_protocol: int = 2,
@@ -71,6 +84,7 @@ def write(
     """Write a file as `save` does, and return the closed writer instead of its report.
 
     Args:
+        base: an earlier file, from which what is the same is cloned.
         zip_container: torch's zip format; False is `_use_new_zipfile_serialization=False`.
         prefix: the folder of the records in the archive; by default the file's name. As for
             `save_hooks.zip_writer`.
@@ -85,7 +99,7 @@ def write(
         WriteError: the file cannot be written; the previous one is intact.
     """
     save_with = _save_zip if zip_container else _save_legacy
-    writer = save_with(obj, path, pickle_module, pickle_protocol, prefix)
+    writer = save_with(obj, path, base, pickle_module, pickle_protocol, prefix)
     if not isinstance(writer, StockWay):
         return writer
     if not installed():
@@ -104,7 +118,12 @@ def write(
 
 
 def _save_zip(
-    obj: object, path: str, pickle_module: Any, protocol: int, prefix: str | None
+    obj: object,
+    path: str,
+    base: Base | None,
+    pickle_module: Any,
+    protocol: int,
+    prefix: str | None,
 ) -> FastFileWriter | StockWay:
     function = patched("_save")
     if function is None:
@@ -113,13 +132,14 @@ def _save_zip(
     if isinstance(found, StockWay):
         return found
     writer, name, alignment = found
+    writer.base = base
     with ZipArchive(writer, name, True, alignment) as archive:
         function(obj, archive, pickle_module, protocol, False)
     return writer
 
 
 def _save_legacy(
-    obj: object, path: str, pickle_module: Any, protocol: int, _: str | None
+    obj: object, path: str, base: Base | None, pickle_module: Any, protocol: int, _: str | None
 ) -> FastFileWriter | StockWay:
     function = patched("_legacy_save")
     if function is None:
@@ -128,6 +148,7 @@ def _save_legacy(
         return StockWay(Reason("skip_data leaves the storages out", ASKED))
     writer = save_hooks.open_writer(path, "legacy")
     if not isinstance(writer, StockWay):
+        writer.base = base
         with writer:
             function(obj, writer, pickle_module, protocol)
     return writer

@@ -56,6 +56,7 @@ FILL_CHUNK = 256 * KiB
 PACKED_STORAGE = 64 * KiB  # a storage up to this size may be packed with others,
 PACKED_BYTES = 512 * KiB  # into pieces of about this size: a few calls for hundreds of storages
 MOST_PIECES = 512  # of one `preadv`; the kernel takes 1024
+CLONED_PIECE = 8 * MiB  # of a file is compared with memory, and cloned if it is the same
 GATHERED = 64 * KiB  # small writes are gathered up to this size
 COPIED_RECORD = 64 * KiB  # a larger record, such as the pickle of arrays, is not copied
 # Seconds for which a thread that computes in Python keeps the interpreter's lock while a save moves

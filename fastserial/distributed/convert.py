@@ -43,8 +43,9 @@ def convert(
             lists joined by dots, as `inspect` shows them.
         copy_shared: write tensors that share memory several times, and expanded tensors whole;
             safetensors can represent neither.
-        shard_nbytes: write several safetensors files with an index to a new folder, none with more
-            than so many bytes of tensors, if one tensor has not more.
+        shard_nbytes: write the files of `save_pretrained` to a new folder, none with more than so
+            many bytes of tensors, if one tensor has not more: `model.safetensors`, or several with
+            an index.
         verify: check every CRC-32 of the source first (zip, folders).
         config: options of the writer; by default those in force.
 

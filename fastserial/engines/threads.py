@@ -137,7 +137,9 @@ class ThreadsEngine(Engine):
         finish(self._stop, self._workers.join, self._forget)
 
     def _forget(self) -> None:
-        self._done = queue.SimpleQueue()  # breaks a reference cycle through its completions
+        with contextlib.suppress(queue.Empty):
+            while True:  # the tracebacks of errors lead to frames that refer to completions
+                self._done.get_nowait().error = None
 
     def _stop(self) -> None:
         with contextlib.suppress(queue.Empty):

@@ -344,7 +344,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 def meminfo() -> dict[str, int]:
     """Return the fields of /proc/meminfo in bytes; nothing where there is no such file."""
     try:
-        with open(_MEMINFO, encoding="ascii") as lines:
+        with open(_MEMINFO, encoding="utf-8") as lines:
             found = [line.split() for line in lines]
     except OSError:
         return {}

@@ -30,6 +30,7 @@ from fastserial.patching import save_hooks
 from fastserial.patching.install import patched
 from fastserial.reports import SaveReport, SnapshotReport, publish_save
 from fastserial.saving.archive import ZipArchive
+from fastserial.saving.incremental import Base
 from fastserial.saving.writer import FastFileWriter
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def start_save(
     began: float | None = None,
     prefix: str | None = None,
     otherwise: Callable[[], object] | None = None,
+    base: str | None = None,
 ) -> PendingSave:
     """Start a save; as `save_async`.
 
@@ -120,6 +122,7 @@ def start_save(
         prefix: what is put before the records' names in the archive; by default the file's name.
         otherwise: writes the file, before the call returns, where fastserial cannot; by default
             `torch.save` does.
+        base: an earlier file, from which what is the same is cloned (not what is read in place).
     """
     began = perf_counter() if began is None else began
     arguments = {**_ARGUMENTS, **(arguments or {})}
@@ -138,7 +141,7 @@ def start_save(
             found = "the legacy container is saved before the call returns"
         else:
             with quick_switches():
-                found = _prepare(name, obj, Snapshot(budget, began), prefix, arguments)
+                found = _prepare(name, obj, Snapshot(budget, began), prefix, arguments, base)
     if isinstance(found, str):
         _log.debug("%s: saved before the call returns: %s", name, found)
         work = partial(_save_now, obj, name, target, arguments, found, then, prefix, otherwise)
@@ -156,7 +159,12 @@ def start_save(
 
 
 def _prepare(
-    path: str, obj: object, taken: Snapshot, prefix: str | None, arguments: Mapping[str, Any]
+    path: str,
+    obj: object,
+    taken: Snapshot,
+    prefix: str | None,
+    arguments: Mapping[str, Any],
+    base: str | None,
 ) -> _AsyncWork | str:
     """Open the file and lay the object out; or return why torch has to write it."""
     found = save_hooks.zip_writer(path, prefix)
@@ -164,6 +172,7 @@ def _prepare(
         return found.reason
     writer, archive, _ = found
     writer.snapshot = taken.report
+    writer.base = None if base is None else Base(base)
     try:
         layout = _SnapshotArchive(archive, taken)
         with layout:

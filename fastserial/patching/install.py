@@ -21,7 +21,7 @@ from typing import Any
 from fastserial import import_hook
 from fastserial.errors import PatchError, UnsupportedTorchWarning
 from fastserial.memory.held_settings import paused_collection
-from fastserial.patching.compile import Installation, Swap, prepare
+from fastserial.patching.patches import Installation, Swap, prepare
 
 _log = logging.getLogger("fastserial")
 _REMEDY = (

@@ -25,7 +25,7 @@ from fastserial.formats.tensors import ITEM_BYTES
 from fastserial.import_hook import when_imported
 from fastserial.memory.storages import HostMemory, batch_of
 from fastserial.patching import save_hooks
-from fastserial.patching.compile import Swap
+from fastserial.patching.patches import Swap
 from fastserial.reports import SAVES
 from fastserial.saving.writer import FastFileWriter
 

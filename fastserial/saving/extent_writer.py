@@ -424,22 +424,30 @@ class ExtentWriter:
 
     def _reap(self, queue: RequestQueue) -> None:
         """Wait for at least one request and take back its buffer."""
-        for completion in queue.reap():
-            request = completion.request
-            self._check(completion)
-            block: BlockContent = request.tag
-            if request.length < block.length:
-                tail = request.buffer.view[request.length : block.length]
-                self._write_cached(tail, request.offset + request.length)
-            route = self._current_route
-            if route.writeback and route.kind == "cached":
-                begin_writeback(self._fd, request.offset, request.length)
-            queue.pool.give(request.buffer)
-            self._on_progress(block.length)
+        finished = queue.reap()
+        try:
+            for completion in finished:
+                self._conclude(completion, queue)
+        except BaseException:
+            for completion in finished:  # the traceback of its error leads to it
+                completion.error = None
+            raise
+
+    def _conclude(self, completion: Completion, queue: RequestQueue) -> None:
+        request = completion.request
+        self._check(completion)
+        block: BlockContent = request.tag
+        if request.length < block.length:
+            tail = request.buffer.view[request.length : block.length]
+            self._write_cached(tail, request.offset + request.length)
+        route = self._current_route
+        if route.writeback and route.kind == "cached":
+            begin_writeback(self._fd, request.offset, request.length)
+        queue.pool.give(request.buffer)
+        self._on_progress(block.length)
 
     def _check(self, completion: Completion) -> None:
         request, error = completion.request, completion.error
-        completion.error = None  # its traceback will refer to the completion
         if error is None:
             if completion.transferred == request.length:
                 self.outcome.engine_bytes += request.length
@@ -453,7 +461,7 @@ class ExtentWriter:
             try:
                 raise error
             finally:
-                del error  # ... and to this frame
+                del error  # its traceback refers to this frame
         # The block is filled; the file system takes it only through the page cache.
         route = self._take(route.refused())
         _log.debug("%s; going on through the page cache", route.fallback)

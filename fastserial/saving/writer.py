@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from fastserial.engines.deepspeed.writer_config import WriterOptions
+    from fastserial.saving.incremental import Base
 
 
 class FastFileWriter:
@@ -57,6 +58,7 @@ class FastFileWriter:
 
     _closed = True  # until there is something to close
     snapshot: Callable[[], SnapshotReport] | None = None  # of a `save_async`, for the report
+    base: Base | None = None  # an earlier file, from which what is the same is cloned
 
     def __init__(
         self,
@@ -287,8 +289,14 @@ class FastFileWriter:
         self._check_open()
         self._expected = self.tell() + nbytes
         self._bar.expect(self._expected)
-        self._out.expect(self._expected)
-        self._write(extents, nbytes, ledger, self._expected)
+        cloned = 0
+        if self.base is not None:
+            at, fd = self._destination.start + self.tell(), self._destination.fd
+            self._run("compare", self.base.clone, extents, at, fd, ledger, self._config)
+            extents, cloned = self.base.take_rest(), self.base.cloned
+            self._bar.update(cloned)
+        self._out.expect(self._expected - cloned)
+        self._write(extents, nbytes, ledger, 0 if cloned else self._expected)
 
     def release_sources(self) -> None:
         """Return when no storage given so far is needed any more.
@@ -319,6 +327,8 @@ class FastFileWriter:
             self._run("transfer", self._out.flush)
             self._run("transfer", self._out.close)
             self._run("sync", self._destination.sync)
+            if self.base is not None:
+                self._run("sync", self.base.remember, self._destination.fd)
             self._run("commit", self._commit)
         except BaseException:  # of a signal handler between two phases, too
             self.abort()
@@ -420,6 +430,7 @@ class FastFileWriter:
         outcome, config = self._out.outcome, self._config
         retries = self._destination.retries
         repeated = None if retries is None else retries.reason
+        unshared = None if self.base is None else self.base.reason
         seconds = perf_counter() - self._began
         self._phases["serialize"] = max(0.0, seconds - sum(self._phases.values()))
         self._report = SaveReport(
@@ -430,7 +441,8 @@ class FastFileWriter:
             engine=outcome.engine,
             direct=outcome.direct,
             durable=self._destination.durable,
-            fallback=repeated or self._destination.fallback or outcome.fallback,
+            cloned=self.base.cloned if self.base is not None else 0,
+            fallback=repeated or self._destination.fallback or unshared or outcome.fallback,
             phases=self._phases,
             transfer=outcome.transfer.word,
             transfer_why=outcome.transfer.why,

@@ -103,6 +103,7 @@ class Checkpointer:
         on_saved: Callable[[int, str], object] | None = None,
         snapshot: Kind = "copy",
         snapshot_budget: int | None = None,
+        incremental: bool = False,
         rng: bool = True,
         weights_only: bool = True,
         group: dist.ProcessGroup | None = None,
@@ -140,6 +141,9 @@ class Checkpointer:
             on_saved: called on the saving thread with step and path once a checkpoint is in place,
                 in the process that manages the folder (rank 0). What it raises is logged.
             snapshot, snapshot_budget: as `save_async`.
+            incremental: what is the same as in the newest checkpoint of the folder, such as a
+                frozen model, is not written but cloned, where the file system has reflinks (XFS,
+                btrfs). It is compared; each file is whole. Not on several ranks.
             rng: save and restore each rank's random generators (Python, torch, NumPy, CUDA).
             weights_only: as `torch.load`. Several ranks cannot load other files.
             group: the ranks that save together; by default all, if torch.distributed is in use.
@@ -181,6 +185,12 @@ class Checkpointer:
         )
         self._manager = FolderManager(self._folder, retention, on_saved, self._mirror)
         self._ranks = _ranks_of(state, group, weights_only, timeout, merge)
+        self._incremental = incremental
+        if incremental and type(self._ranks) is not SingleProcess:
+            raise ConfigError(
+                "incremental=True is for one process: several ranks write all of each file. "
+                "Leave it out"
+            )
         self._prepared = 0  # the process that has the lock: not its forked child
         self._last: PendingSave | None = None
         self._began = perf_counter()  # the start of the last save
@@ -274,6 +284,7 @@ class Checkpointer:
         own: dict[str, Any] = {"version": 1, "step": step}
         # the thread must not keep this object
         manager, is_main = self._manager, self._ranks.is_main
+        newest = self._folder.steps()[:1] if self._incremental else []
 
         def of_rank() -> dict[str, Any]:
             if metrics is not None:
@@ -289,6 +300,7 @@ class Checkpointer:
             own,
             self._folder.file(step),
             self._budget,
+            self._folder.file(newest[0]) if newest else None,
             lambda: manager.written(step, own.get("metrics", {}), is_main),
             began,
         )
@@ -421,8 +433,12 @@ class Checkpointer:
             tried.add(candidate)
             try:
                 found = self._read_or_fetch(candidate, wanted)
-            except FileNotFoundError:
-                continue
+            except FileNotFoundError as error:
+                try:
+                    self._on_main(os.stat, self._folder.file(candidate))
+                except FileNotFoundError:
+                    continue
+                raise error from None  # by code of the user's: the file is there
             except CheckpointFileError as error:
                 self._manager.damaged.add(candidate)
                 other = isinstance(error, UnreadableCheckpointError)

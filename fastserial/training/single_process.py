@@ -45,6 +45,7 @@ class SaveJob:
         own: the Checkpointer's entry in the file.
         path: of the file.
         budget: of the snapshot.
+        base: the path of an earlier checkpoint, from which what is the same is cloned; or None.
         then: called on the saving thread once the file is in place.
         began: when the user's call did (`perf_counter`).
     """
@@ -54,6 +55,7 @@ class SaveJob:
     own: dict[str, Any]
     path: str
     budget: int | None = None
+    base: str | None = None
     then: Callable[[], object] = bool
     began: float = 0.0
 
@@ -108,7 +110,9 @@ class SingleProcess:
         return self._start(state, job)
 
     def _start(self, state: dict[str, Any], job: SaveJob) -> PendingSave:
-        return start_save(state, job.path, job.budget, then=job.then, began=job.began)
+        return start_save(
+            state, job.path, job.budget, then=job.then, began=job.began, base=job.base
+        )
 
     def _state(self, job: SaveJob, ranks: Any) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """Return the state with the Checkpointer's entry, and this rank's values."""

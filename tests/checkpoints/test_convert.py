@@ -142,7 +142,7 @@ def test_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "size"),
-    [("a.b", 2), ("a.b.c", 3), ("x.y.z.w", 4), ("7", 5), ("list.1", 6), ("list", None)],
+    [("a.b", 1), ("a.b.c", 3), ("x.y.z.w", 4), ("7", 5), ("list.1", 6), ("list", None)],
 )
 def test_parts_whose_names_hold_dots(key: str, size: int | None, tmp_path: Path) -> None:
     value = {

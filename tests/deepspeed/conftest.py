@@ -9,8 +9,7 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -49,51 +48,6 @@ def make_handle(op: Any) -> Callable[..., Any]:
         return op.aio_handle(64 * 1024, 8, False, True, parallelism)
 
     return make
-
-
-def mounted(*commands: list[str]) -> None:
-    """Run commands that make a file system, or skip."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount")
-    for command in commands:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 of 32 MiB."""
-    image, folder = tmp_path / "image", tmp_path / "disk"
-    folder.mkdir()
-    with open(image, "wb") as file:
-        file.truncate(32 << 20)
-    make = ["mkfs.ext4", "-q", "-F", str(image)]
-    mounted(make, ["mount", "-o", "loop", str(image), str(folder)])
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.fixture
-def large_sectors(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 on a device with 4096-byte sectors."""
-    image, folder = tmp_path / "image", tmp_path / "disk"
-    folder.mkdir()
-    with open(image, "wb") as file:
-        file.truncate(128 << 20)
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount")
-    command = ["losetup", "--find", "--show", "--direct-io=on", "--sector-size", "4096", str(image)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"losetup: {done.stderr.strip()}")
-    device = done.stdout.strip()
-    try:
-        mounted(["mkfs.ext4", "-q", "-F", device], ["mount", device, str(folder)])
-        yield folder
-        subprocess.run(["umount", str(folder)], check=True)
-    finally:
-        subprocess.run(["losetup", "--detach", device], check=True)
 
 
 def free_port() -> int:

@@ -16,7 +16,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
 import fastserial
@@ -31,7 +30,6 @@ from fastserial.integrations.deepspeed import (
 
 VOCABULARY, WIDTH = 37, 11
 RATE, WARM_UP = 1e-2, 15
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Model(nn.Module):
@@ -118,7 +116,6 @@ def main() -> None:
     parser.add_argument("--again", help="save what was loaded to this file")
     parser.add_argument("--save-at", type=int)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--gathered", action="store_true", help="also by DeepSpeed's functions")
     parser.add_argument("--refused", help="what to try to load")
     options = parser.parse_args()
 
@@ -164,18 +161,6 @@ def save(engine: Any, options: argparse.Namespace, step: int) -> None:
     fastserial.uninstall()
     engine.save_checkpoint(str(folder / "stock"))
     engine.save_16bit_model(str(folder), "16bit.pt")
-    if not options.gathered:
-        return
-    gathered = {
-        name: {
-            "fp32": safe_get_full_fp32_param(parameter),
-            **{key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS},
-        }
-        for name, parameter in engine.module.named_parameters()
-        if parameter.requires_grad
-    }
-    if torch.distributed.get_rank() == 0:
-        torch.save(gathered, options.folder / "gathered.pt")
 
 
 def say(**values: Any) -> None:

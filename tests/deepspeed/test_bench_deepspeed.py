@@ -1,4 +1,4 @@
-"""`benchmarks/deepspeed_save_model.py`, and the row of DeepSpeed's writer in the others."""
+"""`benchmarks/deepspeed_save_model.py`."""
 
 from __future__ import annotations
 
@@ -43,20 +43,3 @@ def test_all_rows(op: Any, tmp_path: Path, stage: int, world: int, legacy: bool)
         compared = not legacy and "writer" not in name
         assert row["identical"] is (True if compared else None)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "out.json"}
-
-
-def test_unknown_model(tmp_path: Path) -> None:
-    done = run("deepspeed_save_model", tmp_path, "--model", "gpt9")
-    assert done.returncode == 2
-    assert "there is no model 'gpt9'" in done.stderr
-
-
-def test_deepspeed_s_writer_beside_the_others(op: Any, tmp_path: Path) -> None:
-    done = run("torch_save_tensor", tmp_path, "--mb_size", "1", "--no-fio", "--no-loose")
-    assert done.returncode == 0, done.stderr
-    (table,) = json.loads((tmp_path / "out.json").read_text())["tables"]
-    rows = {row["name"]: row for row in table["rows"]}
-    assert rows["fastserial zip, engine deepspeed"]["identical"]
-    assert rows["fastserial legacy, engine deepspeed"]["identical"]
-    assert rows["DeepSpeed's writer, legacy"]["identical"]
-    assert rows["DeepSpeed's writer, zip"]["equal"]

@@ -1,19 +1,16 @@
 """Trains a small transformer with DeepSpeed on CPU; run as a program, once per rank.
 
-Prints one JSON line per step. The data depends on the step and the rank alone. The process that
-DeepSpeed spawns for `"decoupled": true` runs what stands under `__mp_main__`.
+Prints one JSON line per step. The data depends on the step and the rank alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing.util
 import os
 import resource
 import signal
 import sys
-import threading
 import time
 from typing import Any
 
@@ -66,14 +63,6 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def give_views() -> None:
-    """Give DeepSpeed's own writer the op that CPU lacks."""
-    import deepspeed.io.fast_file_writer as upstream
-    from byte_views import ByteViews
-
-    upstream.UtilsBuilder = ByteViews
-
-
 def batch(step: int, rank: int) -> torch.Tensor:
     """Tokens of a step: rows that count up."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -116,7 +105,6 @@ def main() -> None:
     parser.add_argument("--full-disk-on", type=int, help="the rank whose disk is full")
     parser.add_argument("--slow-rank", type=int, help="the rank whose saves take 3 s more")
     parser.add_argument("--compare", help="a folder that stock DeepSpeed saves to, too")
-    parser.add_argument("--views", action="store_true", help="their writer's op, on CPU, too")
     options = parser.parse_args()
 
     torch.manual_seed(7)
@@ -131,8 +119,6 @@ def main() -> None:
         fastserial.install(strict=True)
     if options.via == "config":
         fast.install()
-    if options.views:
-        give_views()
     model = Model(options.experts)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if options.experts:
@@ -279,36 +265,10 @@ def slow_down(checkpoint_engine: Any) -> None:
     checkpoint_engine.save = slow
 
 
-def tell() -> None:
-    """Say how the process of `"decoupled": true` saved, at its end."""
-    package = sys.modules.get("fastserial")
-    found = package.summary().saves if package is not None else None
-    say(
-        int(os.environ["RANK"]),
-        child=os.getpid(),
-        parent=os.getppid(),
-        patched=torch.serialization._save.__code__.co_filename != torch.serialization.__file__,
-        counted=[found.count, found.by_torch, found.nbytes] if found is not None else None,
-    )
-
-
-def end_with_parent() -> None:
-    """End when the parent does, however that was: DeepSpeed's child waits for it for ever."""
-    parent = os.getppid()
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
 def say(rank: int, **values: Any) -> None:
     sys.stdout.write("\n@" + json.dumps({"rank": rank, **values}) + "\n")
     sys.stdout.flush()
 
 
-if __name__ == "__mp_main__":
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    multiprocessing.util.Finalize(None, tell, exitpriority=0)
-    if "--views" in sys.argv:
-        give_views()
-elif __name__ == "__main__":
+if __name__ == "__main__":
     main()

@@ -75,8 +75,3 @@ def test_every_row_is_written_once_by_a_rank_that_has_it() -> None:
             for _ in range(chance.randrange(30))
         ]
         check(items, assign(items, ranks))
-
-
-def test_shards_that_only_one_rank_has_stay_there() -> None:
-    items = [Workload(100 * MIB, (rank % 3,)) for rank in range(7)]
-    assert [share.rank for share in assign(items, 3)] == [0, 1, 2, 0, 1, 2, 0]

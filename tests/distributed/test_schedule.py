@@ -6,7 +6,6 @@ import random
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 
 from fastserial.distributed.plan.division import GRAIN, FilePlan, cover_of
@@ -161,48 +160,6 @@ def test_shards_of_several_dimensions() -> None:
         check(FilePlan(records[1][2] + nbytes + 500, records, list(range(4))), specs, 4, 1 << 30)
 
 
-def test_what_rank_0_has_alone_it_writes_from_its_memory() -> None:
-    """The zip's own bytes, small tensors, and storages that the ranks cannot look into."""
-    plan = FilePlan(
-        20 * GRAIN + 9,
-        [(n, -1 if n == 5 else 0, GRAIN + 128 + n * GRAIN // 4, 200) for n in range(40)],
-        [0],
-    )
-    made = schedule(plan, [TensorSpec((200,), torch.uint8, Flat(((0, 0, 200),)))], 0, 1, GRAIN)
-    assert not made.rounds
-    assert sum(piece.length for piece in made.own_pieces()) == plan.nbytes
-    assert check(plan, [TensorSpec((200,), torch.uint8, Flat(((0, 0, 200),)))], 1, GRAIN) == 0
-
-
-def test_rows_travel_at_their_edges_only() -> None:
-    rows, size = 4096, 4
-    spec = TensorSpec(
-        (rows + 1, 1024), torch.float32, Mesh((size,), (tuple(range(size)),), (Split(0),))
-    )
-    plan = FilePlan(spec.nbytes + 1000, [(0, 0, 640, spec.nbytes)], list(range(size)))
-    assert check(plan, [spec], size, GRAIN) <= 4 * size * GRAIN
-
-
-def test_columns_are_put_together_by_those_who_have_them() -> None:
-    """Of two stages none needs the bytes of the other's tensors, but for a block between them."""
-    specs = [
-        TensorSpec((512, 4096), torch.float32, Mesh((4,), (grid,), (Split(1),)))
-        for grid in ((0, 1, 2, 3), (4, 5, 6, 7))
-    ]
-    ends = [640, 640 + specs[0].nbytes + 320]
-    records = [
-        (n, n, at, spec.nbytes) for n, (at, spec) in enumerate(zip(ends, specs, strict=True))
-    ]
-    plan = FilePlan(ends[1] + specs[1].nbytes, records, list(range(8)))
-    made = [schedule(plan, specs, rank, 8, 1 << 40) for rank in range(8)]
-    for rank in range(1, 4):
-        found = made[rank].round(0)
-        received = [move for other in range(4, 8) for move in found.receives.get(other, ())]
-        assert sum(bytes_of(move, specs) for move in received) < GRAIN
-        sent = [move for other in range(4, 8) for move in found.sends.get(other, ())]
-        assert sum(bytes_of(move, specs) for move in sent) < GRAIN
-
-
 def test_boxes_side_by_side_are_no_run() -> None:
     """A rank may hold neighbouring rows apart, as a strided shard of a mesh of one rank."""
     spec = TensorSpec((512, 4096), torch.float32, Mesh((1,), ((0,),), (Split(0, 2),)))
@@ -210,9 +167,3 @@ def test_boxes_side_by_side_are_no_run() -> None:
     made = schedule(FilePlan(spec.nbytes, [(0, 0, 0, spec.nbytes)], [0]), [spec], 0, 2, GRAIN)
     assert not list(made.own_pieces())
     check(FilePlan(spec.nbytes + 900, [(0, 0, 640, spec.nbytes)], [0, 1]), [spec], 2, GRAIN)
-
-
-def test_a_tensor_that_nobody_has() -> None:
-    spec = TensorSpec((9,), torch.float32, Flat(((0, 0, 4),)))
-    with pytest.raises(ValueError, match="do not make the whole"):
-        schedule(FilePlan(500, [(0, 0, 64, 36)], [0, 1]), [spec], 0, 2, GRAIN)

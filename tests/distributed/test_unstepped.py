@@ -39,23 +39,6 @@ def test_a_process_alone(tmp_path: Path, name: str) -> None:
         assert again.steps(4) == expected[at:]
 
 
-def test_the_file_has_what_the_state_dict_has(tmp_path: Path) -> None:
-    run = Run("adam")
-    distributed.save(run.state, tmp_path / "ours.pt")
-    state = run.optimizer.state_dict()
-    assert not state["state"]
-    names = [name for name, _ in run.model.named_parameters()]
-    state["param_groups"][0]["params"] = names
-    whole = {"model": run.model.state_dict(), "optimizer": state, "at": 0}
-    torch.save(whole, tmp_path / "stock.pt")
-    found, stock = torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "stock.pt")
-    assert found["optimizer"] == stock["optimizer"]
-    (tmp_path / "given").mkdir()
-    distributed.save({**run.state, "optimizer": state}, tmp_path / "given" / "ours.pt")
-    given = torch.load(tmp_path / "given" / "ours.pt")
-    assert given["optimizer"] == stock["optimizer"]
-
-
 def test_a_stepped_one_goes_back(tmp_path: Path) -> None:
     run = Run("adam")
     distributed.save(run.state, tmp_path / "state.pt")

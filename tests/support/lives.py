@@ -14,9 +14,9 @@ import shutil
 import signal
 import time
 import warnings
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -30,41 +30,13 @@ from fastserial import Checkpointer
 from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CheckpointFileError
+from support.damage import DAMAGES, damage
 
 KEEP = 2
 
 
 class Wrong(AssertionError):
     """The state is silently another than the one that stock would have left."""
-
-
-class Foreign:
-    """An optimizer that is no `torch.optim.Optimizer`: momentum, and a step without hooks."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.parameters = list(parameters)
-        self.momentum = [torch.zeros_like(one) for one in self.parameters]
-        self.count = 0
-
-    def zero_grad(self) -> None:
-        for one in self.parameters:
-            one.grad = None
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.count += 1
-        for one, momentum in zip(self.parameters, self.momentum, strict=True):
-            if one.grad is not None:
-                momentum.mul_(0.9).add_(one.grad)
-                one.sub_(momentum, alpha=0.1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"momentum": self.momentum, "count": self.count}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count = state["count"]
-        for mine, theirs in zip(self.momentum, state["momentum"], strict=True):
-            mine.copy_(theirs)
 
 
 class Loader:
@@ -79,16 +51,17 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.order = state["epoch"], state["order"].clone()
 
+    def read(self) -> None:
+        self.epoch, self.order = self.epoch + 1, torch.arange(self.epoch % 9)
+
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True),
-    "foreign": lambda p: Foreign([one for group in p for one in group["params"]]),
 }
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "multi": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4, 4], gamma=0.5),
-    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 7),
     "chained": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o,
         [
@@ -98,30 +71,29 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
         [2],
     ),
 }
-
-
-def _sparse(seed: int) -> torch.Tensor:
-    rows = torch.tensor([[0, 1 + seed % 5, 7]])
-    return torch.sparse_coo_tensor(rows, torch.randn(3), (9,)).coalesce()
-
-
-ENTRIES: dict[str, Callable[[int], Any]] = {
-    "loader": Loader,
-    "counter": lambda seed: Counter({seed: 1}),
-    "epoch": lambda seed: seed,
-    "history": lambda seed: [],
-    "settings": lambda seed: {"lr": seed / 3, f"only_{seed % 3}": None, "layers": (seed, "x")},
-    "ordered": lambda seed: OrderedDict([(seed, True), ("name", f"run {seed}")]),
-    "size": lambda seed: torch.Size((seed % 5, 2)),
-    "average": lambda seed: torch.full((40_000,), float(seed)),
-    "tensors": lambda seed: {"a": [torch.randn(20_000), torch.randn(3)], "n": torch.tensor(seed)},
-    "strided": lambda seed: torch.randn(300, 200).t(),
-    "tied": lambda seed: (lambda one: {"all": one, "part": one[5:10]})(torch.randn(50)),
-    "sparse": _sparse,
-    "module": lambda seed: nn.BatchNorm1d(9),
-    "generator": lambda seed: torch.Generator().manual_seed(seed).get_state(),
+# What a state may hold besides, made of a seed, and how a program changes it.
+ENTRIES: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
+    "loader": (Loader, Loader.read),
+    "counter": (lambda seed: Counter({seed: 1}), lambda x: x.update([1, "b"])),
+    "history": (lambda seed: [], lambda x: x.append([1.5, torch.ones(3)])),
+    "settings": (
+        lambda seed: {"lr": seed / 3, f"only_{seed % 3}": None, "layers": (seed, "x")},
+        lambda x: x.update(lr=torch.rand(()).item(), more={"x": [1, 2]}),
+    ),
+    "average": (lambda seed: torch.full((40_000,), float(seed)), lambda x: x.add_(1)),
+    "tensors": (
+        lambda seed: {"a": [torch.randn(20_000), torch.randn(3)], "n": torch.tensor(seed)},
+        lambda x: x["a"][0].mul_(2).add_(1),
+    ),
+    "strided": (lambda seed: torch.randn(300, 200).t(), lambda x: x.add_(1)),
+    "tied": (
+        lambda seed: (lambda one: {"all": one, "part": one[5:10]})(torch.randn(50)),
+        lambda x: x["part"].add_(1),
+    ),
+    "module": (lambda seed: nn.BatchNorm1d(9), lambda x: x.running_mean.add_(1)),
 }
 BOXES = ("", "", "dict", "list", "deep", "tuple")
+BUDGETS = [None, None, 0, 100_000]
 
 
 @dataclass(frozen=True)
@@ -133,35 +105,31 @@ class Spec:
         boxed: the container of the model and its optimizers.
         inner: the model holds its own average, which the optimizer does not train.
         wide: the optimizer trains a second module and a loose tensor, too.
-        named: adds what may be refused: "state_dict" a state dict in place of its object, "each"
-            a key that each rank has for itself.
         loader: each rank has a data loader of its own.
         every, best: `keep_every`, and whether the checkpoint of the least loss is kept.
     """
 
-    optimizer: str = "adamw"
-    scheduler: str | None = "multi"
-    entries: tuple[tuple[str, str], ...] = ()
-    boxed: str = ""
-    inner: bool = False
-    wide: bool = False
-    named: str = ""
-    loader: bool = False
-    every: int | None = None
-    best: bool = False
-    width: int = 150  # a weight has 88 KiB: more than is copied in any case
+    optimizer: str
+    scheduler: str | None
+    entries: tuple[tuple[str, str], ...]
+    boxed: str
+    inner: bool
+    wide: bool
+    loader: bool
+    every: int | None
+    best: bool
+    width: int
 
     @classmethod
-    def of(cls, dice: random.Random, width: int, named: Sequence[str]) -> Spec:
+    def of(cls, dice: random.Random, width: int = 150) -> Spec:
+        """Return any; a weight of the usual width has 88 KiB: more than is copied in any case."""
         names = dice.sample(sorted(ENTRIES), dice.randrange(6))
         return cls(
             dice.choice(sorted(OPTIMIZERS)),
             dice.choice([None, *SCHEDULERS]),
             tuple((name, dice.choice(BOXES)) for name in names),
             dice.choice(BOXES),
-            dice.random() < 0.3,
-            dice.random() < 0.3,
-            dice.choice(named),
+            *(dice.random() < 0.3 for _ in range(2)),
             dice.random() < 0.4,
             dice.choice([None, None, 3]),
             dice.random() < 0.3,
@@ -196,35 +164,27 @@ class Objects:
         self.critic = nn.Linear(width, 3)
         self.alpha = torch.zeros((), requires_grad=True)
         trained: list[dict[str, Any]] = [{"params": list(self.net.parameters())}]
-        model: Any = self.net
-        if spec.inner:
-            model = nn.ModuleDict({"online": self.net, "target": self.average})
         if spec.wide:
-            more = [*self.critic.parameters(), self.alpha]
-            trained.append({"params": more, "lr": 0.05})
+            trained.append({"params": [*self.critic.parameters(), self.alpha], "lr": 0.05})
         self.optimizer = OPTIMIZERS[spec.optimizer](trained)
-        self.scheduler = None
-        if spec.scheduler is not None and isinstance(self.optimizer, torch.optim.Optimizer):
-            self.scheduler = SCHEDULERS[spec.scheduler](self.optimizer)
+        self.scheduler = spec.scheduler and SCHEDULERS[spec.scheduler](self.optimizer)
         self.per_rank = {"stream": Loader(seed + rank)} if spec.loader else {}
         self.boxes: dict[str, str] = {}
         self.state: dict[str, Any] = {}
         self.held: dict[str, Any] = {}  # what the program itself holds: it must be filled in place
-        self.put("model", model, spec.boxed)
+        model = nn.ModuleDict({"online": self.net, "target": self.average})
+        self.put("model", model if spec.inner else self.net, spec.boxed)
         self.put("optimizer", self.optimizer, spec.boxed)
-        if self.scheduler is not None:
+        if self.scheduler:
             self.put("scheduler", self.scheduler, spec.boxed)
         if not spec.inner:
             self.put("ema", self.average, "")
         if spec.wide:
             self.put("critic", self.critic, "")
             self.put("alpha", self.alpha, spec.boxed)
+        self.put("epoch", seed, spec.boxed)
         for name, box in spec.entries:
-            self.put(name, ENTRIES[name](seed), box)
-        if spec.named == "state_dict":
-            self.put("weights", self.critic.state_dict(), spec.boxed)
-        if spec.named == "each":
-            self.put(f"loader_{rank}", {"at": 1000 * rank + seed}, "")
+            self.put(name, ENTRIES[name][0](seed), box)
 
     def put(self, name: str, value: Any, kind: str) -> None:
         self.boxes[name] = kind
@@ -252,35 +212,26 @@ class Objects:
         loss = self.net(inputs).square().mean() + self.critic(inputs).square().mean()
         (loss * self.alpha.exp()).backward()
         self.optimizer.step()
-        if self.scheduler is not None:
+        if self.scheduler:
             self.scheduler.step()
 
+    @torch.no_grad()
     def forward(self) -> None:
         """Change running statistics; each rank's own."""
-        with torch.no_grad():
-            self.net(torch.randn(4, self.spec.width) + self.rank)
+        self.net(torch.randn(4, self.spec.width) + self.rank)
 
+    @torch.no_grad()
     def follow(self) -> None:
         """A momentum encoder."""
-        with torch.no_grad():
-            for mine, theirs in zip(self.average.parameters(), self.net.parameters(), strict=True):
-                mine.lerp_(theirs, 0.5).add_(0.25)
+        for mine, theirs in zip(self.average.parameters(), self.net.parameters(), strict=True):
+            mine.lerp_(theirs, 0.5).add_(0.25)
 
     def follow_by_data(self) -> None:
         for mine, theirs in zip(self.average.parameters(), self.net.parameters(), strict=True):
             mine.data = mine.data * 0.5 + theirs.data * 0.5 + 0.25
 
-    def climb(self) -> None:
-        """SAM's first step: parameters move outside of an optimizer's step."""
-        with torch.no_grad():
-            for one in self.net.parameters():
-                one.add_(0.125)
-
-    def climb_by_data(self) -> None:
-        for one in self.net.parameters():
-            one.data.add_(0.125)
-
     def climb_by_numpy(self) -> None:
+        """SAM's first step: parameters move outside of an optimizer's step."""
         array = self.net[0].weight.detach().numpy()
         array += 0.125
 
@@ -289,45 +240,27 @@ class Objects:
         self.net.load_state_dict({k: v * 0.5 for k, v in self.net.state_dict().items()})
 
     def settings(self) -> None:
-        """Change everything that is plain."""
-        changes: dict[str, Callable[[Any], Any]] = {
-            "counter": lambda x: x.update([1, "b"]),
-            "history": lambda x: x.append(dice(torch.tensor(1.5), 2.5, [torch.ones(3)])),
-            "settings": lambda x: x.update(lr=torch.rand(()).item(), more={"x": [1, 2]}),
-            "ordered": lambda x: x.update(name="other", best=0.5),
-            "loader": lambda x: x.__dict__.update(epoch=x.epoch + 1, order=torch.arange(9)),
-            "average": lambda x: x.add_(1),
-            "tensors": lambda x: x["a"][0].mul_(2).add_(1),
-            "strided": lambda x: x.add_(1),
-            "tied": lambda x: x["part"].add_(1),
-            "sparse": lambda x: x.mul_(2),
-            "module": lambda x: x.running_mean.add_(1),
-        }
-        dice = lambda *these: these[int(torch.randint(len(these), ()))]  # noqa: E731
-        for name, box in self.spec.entries:
-            if name in changes:
-                changes[name](self.get(name))
-            elif name in ("epoch", "size"):
-                new = self.get(name) + (1 if name == "epoch" else torch.Size((3,)))
-                self.put(name, new, box)
+        """Change all entries, and a setting of the optimizer."""
+        for name, _ in self.spec.entries:
+            ENTRIES[name][1](self.get(name))
+        self.put("epoch", self.get("epoch") + 1, self.boxes["epoch"])
         for loader in self.per_rank.values():
-            loader.epoch, loader.order = loader.epoch + 1, torch.arange(loader.epoch % 9)
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            self.optimizer.param_groups[0]["weight_decay"] = 0.25
+            loader.read()
+        self.optimizer.param_groups[0]["weight_decay"] = 0.25
 
+    @torch.no_grad()
     def forget(self) -> None:
         """Change the optimizer's state outside of its step."""
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            with torch.no_grad():
-                for state in self.optimizer.state.values():
-                    for value in state.values():
-                        if isinstance(value, torch.Tensor):
-                            value.mul_(0.5)
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.mul_(0.5)
 
 
-# Changes that torch's version counters see, and those that they do not.
-SEEN = ("train", "train", "forward", "follow", "climb", "load", "settings", "forget")
-UNSEEN = ("follow_by_data", "climb_by_data", "climb_by_numpy")
+CHANGES = (
+    *("train", "train", "forward", "follow", "load", "settings", "forget"),
+    *("follow_by_data", "climb_by_numpy"),  # torch's version counters do not see these
+)
 
 
 # -- stock -----------------------------------------------------------------------------------------
@@ -344,49 +277,32 @@ def stock(value: Any) -> Any:
     return value
 
 
-def canonical(value: Any) -> Any:
-    """Return what can be compared with ==, bit for bit."""
+def canonical(value: Any) -> dict[str, Any]:
+    """Return what can be compared with ==, bit for bit: each leaf and container by its path."""
+    return dict(_leaves(value, ""))
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if hasattr(value, "load_state_dict"):
-        return canonical(value.state_dict())
+        value = value.state_dict()
     if isinstance(value, torch.Tensor):
-        if value.is_sparse:
-            value = value.detach().coalesce()
-            return ("sparse", value.shape, canonical(value.indices()), canonical(value.values()))
         raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return ("tensor", str(value.dtype), tuple(value.shape), raw)
-    if isinstance(value, Mapping):
-        pairs = [(repr(key), canonical(one)) for key, one in value.items()]
-        return (type(value).__name__, sorted(pairs, key=lambda pair: pair[0]))
-    if isinstance(value, (list, tuple)):
-        return (type(value).__name__, [canonical(one) for one in value])
-    return (type(value).__name__, value.hex() if isinstance(value, float) else repr(value))
+        yield path, (str(value.dtype), tuple(value.shape), raw)
+    elif isinstance(value, (Mapping, list, tuple)):
+        yield path, (type(value).__name__, len(value))
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, one in pairs:
+            yield from _leaves(one, f"{path}[{key!r}]")
+    else:
+        yield path, (type(value).__name__, value.hex() if isinstance(value, float) else repr(value))
 
 
-def differences(found: Any, expected: Any, where: str = "") -> Iterator[str]:
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> str:
     """Say where two canonical values differ."""
-    if found == expected:
-        return
-    if (
-        isinstance(found, tuple)
-        and isinstance(expected, tuple)
-        and len(found) == 2 == len(expected)
-        and found[0] == expected[0]
-        and isinstance(found[1], list)
-        and isinstance(expected[1], list)
-    ):
-        if found[0] not in ("list", "tuple", "Size"):
-            mine, theirs = dict(found[1]), dict(expected[1])
-        else:
-            mine, theirs = dict(enumerate(found[1])), dict(enumerate(expected[1]))
-        for key in sorted({*mine, *theirs}, key=str):
-            yield from differences(mine.get(key), theirs.get(key), f"{where}[{key}]")
-        return
-    yield f"{where}: {_short(found)}, not {_short(expected)}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 90 else text[:90] + " …"
+    paths = [path for path in {**expected, **found} if found.get(path) != expected.get(path)]
+    return "; ".join(
+        f"{path}: {found.get(path)!r:.90}, not {expected.get(path)!r:.90}" for path in paths[:5]
+    )
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -415,22 +331,6 @@ class Held:
         return Engine(threads, True)
 
 
-DAMAGES = ("bit", "half", "empty", "noise", "gone")
-
-
-def damage(path: Path, how: str, dice: random.Random) -> None:
-    text = bytearray(path.read_bytes() or b"empty")
-    if how == "bit":
-        text[dice.randrange(len(text))] ^= 1 << dice.randrange(8)
-    elif how == "half":
-        del text[dice.randrange(len(text)) :]
-    else:
-        text = bytearray(b"noise" * 999 if how == "noise" else b"")
-    path.unlink()
-    if how != "gone":
-        path.write_bytes(text)
-
-
 class Life:
     """A run, its folder, and which steps stock would have left there.
 
@@ -441,7 +341,6 @@ class Life:
         self,
         folder: Path,
         spec: Spec,
-        kind: str | None = None,
         budget: int | None = None,
         rank: int = 0,
         count: int = 1,
@@ -451,19 +350,17 @@ class Life:
         self.arguments: dict[str, Any] = {"keep": KEEP, "keep_every": spec.every}
         if spec.best:
             self.arguments["keep_best"] = ("loss", "min")
-        if kind is not None:
-            self.arguments |= {"snapshot": kind, "snapshot_budget": budget}
+        if budget is not None:
+            self.arguments["snapshot_budget"] = budget
         self.make = checkpointer
         self.held = Held()
-        self.whole: dict[
-            int, Any
-        ] = {}  # steps of which there is a file for sure, and what it holds
-        self.maybe: dict[int, list[Any]] = {}  # what a file may hold that may be there or be whole
+        # What each file holds: of those that are whole for sure, and of those that may be.
+        self.whole: dict[int, Any] = {}
+        self.maybe: dict[int, list[Any]] = {}
         self.pending: tuple[int, Any] | None = None
         self.step = 0
         self.counts: Counter[str] = Counter()
-        self.checkpointer: Checkpointer | None = None
-        self.objects = self._begin(1)
+        self.objects, self.checkpointer = self._begin(1)
 
     # -- ranks ---------------------------------------------------------------------------------
 
@@ -500,45 +397,23 @@ class Life:
 
     # -- events --------------------------------------------------------------------------------
 
-    def _begin(self, seed: int) -> Objects:
-        """Make new objects and a Checkpointer; what is refused at once is left out from now on."""
+    def _begin(self, seed: int) -> tuple[Objects, Checkpointer]:
         objects = Objects(self.spec, seed, self.rank)
-        self.checkpointer, error = self._try(
-            lambda: self.make(
-                self.folder, objects.state, per_rank=objects.per_rank, **self.arguments
-            )
-        )
-        if error is not None:
-            self._refused(error)
-            return self._begin(seed)
-        return objects
+        return objects, self._made(objects, **self.arguments)
 
-    def _refused(self, error: Exception) -> None:
-        """Take an error for a refusal of what may be refused; leave that out from now on."""
-        entries = self.spec.entries
-        if self.count > 1 and "sparse" in str(error) and "sparse" in dict(entries):
-            left = tuple(pair for pair in entries if pair[0] != "sparse")
-            self.counts["refused sparse"] += 1
-            self.spec = replace(self.spec, entries=left)
-        elif self.spec.named:
-            self.counts[f"refused {self.spec.named}"] += 1
-            self.spec = replace(self.spec, named="")
-        else:
-            raise error
+    def _made(self, objects: Objects, **arguments: Any) -> Checkpointer:
+        return self.make(self.folder, objects.state, per_rank=objects.per_rank, **arguments)
 
     def change(self, name: str, seed: int) -> None:
         torch.manual_seed(seed)
         getattr(self.objects, name)()
 
     def save(self, gap: int) -> None:
-        assert self.checkpointer is not None
         expected, step = self._now(), self.step + gap
         metrics = {"loss": _loss(step)}
         saving, error = self._try(lambda: self.checkpointer.save(step, metrics=metrics))
         if error is not None:
-            self._refused(error)
-            self.resume(step)
-            return
+            raise error
         assert saving is not None
         if self.pending is not None:
             self._written(another=True)
@@ -546,15 +421,12 @@ class Life:
         self.counts["saves"] += 1
 
     def wait(self, close: bool = False) -> None:
-        assert self.checkpointer is not None
         self.held.release()
-        end = self.checkpointer.close if close else self.checkpointer.wait
-        _, error = self._try(end)
+        _, error = self._try(self.checkpointer.close if close else self.checkpointer.wait)
         if error is None and self.pending is not None:
             self._written()
         elif error is not None:
-            self._refused(error)
-            self.pending = None
+            raise error
 
     def _steps(self) -> list[int]:
         self._all(None)
@@ -620,15 +492,10 @@ class Life:
         torch.set_num_threads(1)
         pid = os.fork()
         if pid == 0:
-            try:
-                arguments = {**self.arguments, "keep": KEEP + 1}  # what is pruned is not known
-                objects = self.objects
-                checkpointer = self.make(
-                    self.folder, objects.state, per_rank=objects.per_rank, **arguments
-                )
-                checkpointer.save(step, metrics={"loss": _loss(step)})
-                torch.manual_seed(seed)
-                self.objects.climb_by_data()
+            try:  # what is pruned is not known
+                made = self._made(self.objects, **{**self.arguments, "keep": KEEP + 1})
+                made.save(step, metrics={"loss": _loss(step)})
+                self.objects.climb_by_numpy()
                 self.held.release()
                 time.sleep(delay)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -638,10 +505,10 @@ class Life:
         code = os.waitstatus_to_exitcode(status)
         assert code == -signal.SIGKILL, f"the process that was to be killed ended with {code}"
         there = self._steps()
-        made = step in there and (old is None or not os.path.samestat(old, path.stat()))
+        made_it = step in there and (old is None or not os.path.samestat(old, path.stat()))
         self.counts["crashes"] += 1
-        self.counts["crashes in time"] += not made
-        if made:  # then it is whole: it was put in place at once
+        self.counts["crashes in time"] += not made_it
+        if made_it:  # then it is whole: it was put in place at once
             self.whole[step] = expected
             self.maybe.pop(step, None)
             self.step = step
@@ -653,14 +520,11 @@ class Life:
         if not closed:
             self.wait(close=True)
         self.counts["resumes"] += 1
-        objects = self._begin(1000 + seed)
-        before = canonical(stock(objects.state)), canonical(stock(objects.per_rank))
-        checkpointer = self.checkpointer
-        assert checkpointer is not None
+        self.objects, self.checkpointer = self._begin(1000 + seed)
+        before = canonical(stock(self.objects.state)), canonical(stock(self.objects.per_rank))
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
-            step, error = self._try(checkpointer.resume)
-        self.objects = objects
+            step, error = self._try(self.checkpointer.resume)
         newest = max(self.whole, default=0)
         if error is not None:
             if newest or not self.maybe or not isinstance(error, CheckpointFileError):
@@ -679,7 +543,7 @@ class Life:
             self.folder.mkdir()
         self._all(None)
         self.maybe, self.step = {}, 0
-        self.objects = self._begin(1000 + seed)
+        self.objects, self.checkpointer = self._begin(1000 + seed)
 
     def _check(self, step: int, newest: int, before: Any) -> None:
         found, mine = canonical(stock(self.objects.state)), self._mine(self.objects)
@@ -693,8 +557,7 @@ class Life:
             if (found, mine) not in allowed:
                 expected, theirs = allowed[0]
                 other = "the rank's own" if mine[1] != theirs[1] else "random generators"
-                text = "; ".join(list(differences(found, expected))[:5]) or other
-                raise Wrong(f"step {step}: {text}")
+                raise Wrong(f"step {step}: {differences(found, expected) or other}")
         self.objects.check_held()
         self.step = step
         self.counts["checked"] += step > 0
@@ -733,27 +596,6 @@ class Late(Checkpointer):
         super().wait()
 
 
-class Shallow(Checkpointer):
-    """A control: what is in containers is not restored."""
-
-    def resume(self, step: int | None = None, **more: Any) -> int:
-        boxes = [box for box in self._state.values() if type(box) in (dict, list, tuple)]
-        live = [one for box in boxes for one in _live(box)]
-        before = [copy.deepcopy(one.state_dict()) for one in live]
-        found = super().resume(step, **more)
-        for one, state in zip(live, before, strict=True):
-            one.load_state_dict(state)
-        return found
-
-
-def _live(value: Any) -> Iterator[Any]:
-    if hasattr(value, "load_state_dict"):
-        yield value
-    elif type(value) in (dict, list, tuple):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _live(one)
-
-
 class Careless(Checkpointer):
     """A control: checkpoints go that a rule keeps."""
 
@@ -772,25 +614,18 @@ class Forgetful(Checkpointer):
         return found
 
 
-CONTROLS: dict[str, type[Checkpointer]] = {
-    "late": Late,
-    "shallow": Shallow,
-    "careless": Careless,
-    "forgetful": Forgetful,
-}
+CONTROLS = {"late": Late, "careless": Careless, "forgetful": Forgetful}
+EVENTS = ("change", "save", "save", "save and change", "wait", "damage", "resume")
 
 
 def by_chance(life: Life, dice: random.Random, events: int) -> None:
     """Let chance choose what happens; no process is killed."""
     for _ in range(events):
-        seed = dice.randrange(1000)
-        event = dice.choice(
-            ["change", "save", "save", "save and change", "wait", "damage", "resume"]
-        )
+        seed, event = dice.randrange(1000), dice.choice(EVENTS)
         if event.startswith("save"):
             life.save(dice.randrange(1, 3))
         if event.endswith("change"):
-            life.change(dice.choice([*SEEN, *UNSEEN]), seed)
+            life.change(dice.choice(CHANGES), seed)
         elif event == "damage":
             life.damage(dice.choice(DAMAGES), random.Random(seed))
         elif event == "wait":

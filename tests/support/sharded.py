@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -36,6 +37,7 @@ DTYPES = [
 # No storage of the legacy format has these, and torch hardly computes with them.
 NEWER = [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2fnuz]
 DTYPES += NEWER
+CHANGES = ("nothing", "bytes", "half", "placement", "dtype", "shape", "grad", "gone", "order")
 
 
 def meshes(count: int) -> list[DeviceMesh]:
@@ -69,6 +71,48 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     a, b = (t.detach().contiguous().flatten().view(torch.uint8) for t in (a, b))
     return torch.equal(a, b)
+
+
+def vary(
+    chance: random.Random,
+    state: dict[str, Any],
+    whole: dict[str, Any],
+    hold: Callable[[torch.Tensor], Any],
+) -> None:
+    """Change one tensor of a state and of its whole, as it happens from one save to the next.
+
+    Args:
+        hold: returns what this rank has of a tensor, which is the same on all.
+    """
+    keys = [key for key, full in whole.items() if isinstance(full, torch.Tensor)]
+    if not keys:
+        return
+    key, change = chance.choice(keys), chance.choice(CHANGES)
+    old, full = state[key], whole[key]
+    tied = [name for name in state if state[name] is old]
+    if change == "gone" and len(state) > 1:
+        del state[key], whole[key]
+    elif change == "order":
+        state[key], whole[key] = state.pop(key), whole.pop(key)
+    elif change in ("bytes", "half"):  # of a DTensor, whose own type stays
+        shard = getattr(old, "_local_tensor", getattr(old, "tensor", old))
+        value = chance.randrange(2)
+        with torch.no_grad():
+            for one in (shard, full):
+                one.fill_(value)
+        if change == "half" and isinstance(old, DTensor) and full.dtype is torch.float32:
+            old._local_tensor = shard.detach().half()
+            whole.update(dict.fromkeys(tied, full.detach().half()))
+    elif change not in ("nothing", "gone"):
+        shape = [*full.shape, 2] if change == "shape" else list(full.shape)
+        dtype = chance.choice(DTYPES) if change == "dtype" else full.dtype
+        full = noise(shape, dtype, chance.randrange(2**31))
+        held = hold(full)
+        if change == "grad" and full.is_floating_point() and isinstance(held, DTensor):
+            full = full.clone().requires_grad_(True)
+            held.requires_grad_(True)
+        state.update(dict.fromkeys(tied, held))
+        whole.update(dict.fromkeys(tied, full))
 
 
 def random_placements(chance: random.Random, ndim: int, mesh: DeviceMesh) -> list[Any]:

@@ -45,26 +45,12 @@ def test_ranks_whose_folder_is_another_process_are_all_refused(told: list[dict[s
         assert checked == saved
 
 
-def test_ranks_pass_over_the_file_of_another_program(told: list[dict[str, Any]]) -> None:
-    for step, warning in (rank["by_hand"] for rank in told):
-        assert step == 1
-        assert "step-00000002.pt is no checkpoint of a Checkpointer" in warning
-
-
 def test_a_signal_to_one_rank_ends_all_with_the_checkpoint(told: list[dict[str, Any]]) -> None:
     first, second = (rank["signals"] for rank in told)
     assert first == second
     for looks, later in (("after the save", 0), ("before the save", 1)):
         step, *files = first[looks]
         assert files == [".fastserial.lock", f"step-{step - later:08d}.pt"]
-
-
-def test_warnings_of_one_rank_that_are_errors_are_errors_of_all(told: list[dict[str, Any]]) -> None:
-    here, there = (rank["strict"] for rank in told)
-    assert here.startswith(("UserWarning:", "RuntimeWarning:"))
-    assert there.startswith("DistributedError: rank 0: ")
-    assert "holds later checkpoints" in here
-    assert "holds later checkpoints" in there
 
 
 def test_a_checkpointer_made_before_the_process_group(told: list[dict[str, Any]]) -> None:
@@ -221,20 +207,6 @@ def test_a_run_in_the_folder_of_another(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         assert checkpointer.resume() == 40
         checkpointer.save(41)
-
-
-def test_links_are_checkpoints(tmp_path: Path) -> None:
-    elsewhere, folder = tmp_path / "elsewhere.pt", tmp_path / "run"
-    with Checkpointer(folder, {"x": 1}, keep=1) as checkpointer:
-        checkpointer.save(7)
-    (folder / "step-00000007.pt").rename(elsewhere)
-    (folder / "step-00000007.pt").symlink_to(elsewhere)
-    (folder / "step-00000008.pt").symlink_to(tmp_path / "nowhere.pt")
-    with Checkpointer(folder, {"x": 1}, keep=1) as checkpointer:
-        assert checkpointer.resume() == 7
-        checkpointer.save(9)
-    assert names(folder)[1:] == ["step-00000008.pt", "step-00000009.pt"]
-    assert elsewhere.exists()
 
 
 def test_the_first_save_makes_the_folder(tmp_path: Path) -> None:

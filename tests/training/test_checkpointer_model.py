@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -25,52 +25,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support import ranks
+from support.damage import DAMAGES
 from support.forms import FULL
-from support.lives import (
-    BOXES,
-    CONTROLS,
-    DAMAGES,
-    ENTRIES,
-    OPTIMIZERS,
-    SCHEDULERS,
-    SEEN,
-    UNSEEN,
-    Held,
-    Life,
-    Spec,
-    Wrong,
-    slowly,
-)
+from support.hostile import without_copies
+from support.lives import BUDGETS, CHANGES, CONTROLS, Held, Life, Spec, Wrong, slowly
 
 from fastserial import Checkpointer
-from fastserial.overlap.snapshot import Snapshot
 
-SPECS = st.builds(
-    Spec,
-    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
-    scheduler=st.sampled_from([None, *SCHEDULERS]),
-    entries=st.lists(
-        st.tuples(st.sampled_from(sorted(ENTRIES)), st.sampled_from(BOXES)),
-        max_size=5,
-        unique_by=lambda pair: pair[0],
-    ).map(tuple),
-    boxed=st.sampled_from(BOXES),
-    inner=st.booleans(),
-    wide=st.booleans(),
-    named=st.sampled_from(["", "", "", "state_dict"]),
-    loader=st.booleans(),
-    every=st.sampled_from([None, None, 3]),
-    best=st.booleans(),
-)
-KINDS = st.sampled_from(
-    [
-        (None, None),
-        (None, None),
-        ("copy", 0),
-        ("copy", 100_000),
-    ]
-)
+SPECS = st.integers(0, 2**31).map(lambda seed: Spec.of(random.Random(seed)))
 SEEDS = st.integers(0, 999)
+NAMES = st.sampled_from(CHANGES)
 MANY = settings(
     max_examples=1000 if FULL else 50,
     stateful_step_count=25 if FULL else 14,
@@ -86,7 +50,6 @@ class Machine(RuleBasedStateMachine):
     """The events of one folder."""
 
     checkpointer: Callable[..., Checkpointer] = Checkpointer
-    kind: tuple[Any, Any] | None = None
     counts: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
@@ -97,17 +60,16 @@ class Machine(RuleBasedStateMachine):
         self.options.__enter__()
         self.life: Life | None = None
 
-    @initialize(spec=SPECS, kind=KINDS)
-    def begin(self, spec: Spec, kind: tuple[Any, Any]) -> None:
-        kind = type(self).kind or kind
-        self.life = Life(self.folder, spec, *kind, checkpointer=type(self).checkpointer)
+    @initialize(spec=SPECS, budget=st.sampled_from(BUDGETS))
+    def begin(self, spec: Spec, budget: int | None) -> None:
+        self.life = Life(self.folder, spec, budget, checkpointer=type(self).checkpointer)
         self.life.held = self.held
 
-    @rule(name=st.sampled_from([*SEEN, *UNSEEN]), seed=SEEDS)
+    @rule(name=NAMES, seed=SEEDS)
     def change(self, name: str, seed: int) -> None:
         self.life.change(name, seed)
 
-    @rule(gap=st.integers(1, 2), name=st.sampled_from([*SEEN, *UNSEEN]), seed=SEEDS)
+    @rule(gap=st.integers(1, 2), name=NAMES, seed=SEEDS)
     def save_and_change(self, gap: int, name: str, seed: int) -> None:
         self.life.save(gap)
         self.life.change(name, seed)
@@ -139,17 +101,15 @@ class Machine(RuleBasedStateMachine):
                 type(self).counts += self.life.counts
         finally:
             self.held.release()
-            if self.life is not None and self.life.checkpointer is not None:
+            if self.life is not None:
                 self.life.checkpointer._last = None
                 self.life.checkpointer.close()
             self.options.__exit__(None, None, None)
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def run(
-    checkpointer: Callable[..., Checkpointer], many: settings = MANY, **more: Any
-) -> Counter[str]:
-    body = {"checkpointer": staticmethod(checkpointer), "counts": Counter(), **more}
+def run(checkpointer: Callable[..., Checkpointer], many: settings = MANY) -> Counter[str]:
+    body = {"checkpointer": staticmethod(checkpointer), "counts": Counter()}
     machine = type("Machine", (Machine,), body)
     run_state_machine_as_test(machine, settings=many)
     return machine.counts
@@ -157,7 +117,6 @@ def run(
 
 pytestmark = [
     pytest.mark.timeout(7200),
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
     # a damaged one, beside which another process saves
     pytest.mark.filterwarnings("ignore:.*holds later checkpoints than"),
 ]
@@ -181,9 +140,9 @@ def test_a_broken_checkpointer_is_noticed(name: str) -> None:
 
 
 def test_saves_without_copies_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Snapshot, "take", lambda self, parts: None)
+    without_copies(monkeypatch)
     with pytest.raises((Wrong, Flaky)):  # threads are not the same twice
-        run(Checkpointer, FIRST_FAILURE, kind=(None, None))
+        run(Checkpointer, FIRST_FAILURE)
 
 
 def counted(out: str) -> dict[str, int]:

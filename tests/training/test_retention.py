@@ -157,18 +157,3 @@ def test_times(text: Any) -> None:
         7200,
         604800,
     ]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"keep_every": 0},
-        {"keep_best": "loss"},
-        {"keep_best": ("loss", "least")},
-        {"keep_for": "soon"},
-        {"every": "10"},
-    ],
-)
-def test_wrong_arguments(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(fastserial.ConfigError, match=f"^{next(iter(wrong))} must be "):
-        Checkpointer(tmp_path, {}, **wrong)

@@ -40,21 +40,18 @@ class FileLayout(ZipArchive):
             one of them, `rest[-1 - source]`.
     """
 
-    def __init__(
-        self, archive: str, numbers: Mapping[int, int], of_storage: Mapping[int, int]
-    ) -> None:
+    def __init__(self, archive: str, of_storage: Mapping[int, int]) -> None:
         """Lay nothing out yet.
 
         Args:
             archive: the name that torch puts before the records' names.
-            numbers: of the sources, by the address of what is pickled for them.
-            of_storage: of the sources, by the identity of their storage.
+            of_storage: numbers of the sources, by the identity of what is pickled for them.
         """
         super().__init__(None, archive)
         self.rest: list[torch.UntypedStorage] = []
         self._count = 0  # of records
         self._sources: list[tuple[int, int]] = []  # records with storages that are not empty
-        self._numbers, self._of_storage = numbers, of_storage
+        self._of_storage = of_storage
 
     def write_record(
         self, name: str, data: str | bytes | int | torch.UntypedStorage, size: int
@@ -74,9 +71,7 @@ class FileLayout(ZipArchive):
             self.write_record(name, storage, storage.nbytes())
 
     def _source_of(self, storage: torch.UntypedStorage) -> int:
-        number = self._numbers.get(storage.data_ptr())
-        if number is None:
-            number = self._of_storage.get(storage._cdata)
+        number = self._of_storage.get(storage._cdata)
         if number is None:
             self.rest.append(storage)
             number = -len(self.rest)
@@ -155,9 +150,8 @@ def lay_out(archive: str, state: object, values: Sequence[Any], table: StateTabl
             of_leaf[id(leaf)] = number
     untouched = Untouched(sum(spec.nbytes for spec in table.specs), len(table.specs))
     try:
-        numbers: dict[int, int] = {}  # of the sources, by the address of what stands for them
-        made = _made_for(table, values, untouched, numbers)
-        laid_out = FileLayout(archive, numbers, of_storage)
+        made = _made_for(table, values, untouched, of_storage)
+        laid_out = FileLayout(archive, of_storage)
         module: Any = SimpleNamespace(Pickler=_pickler(of_leaf, of_storage, made))
         save: Any = torch.serialization._save
         save(state, laid_out, module, _PROTOCOL, False)
@@ -200,12 +194,12 @@ def _pickler(
 
 
 def _made_for(
-    table: StateTable, values: Sequence[Any], untouched: Untouched, numbers: dict[int, int]
+    table: StateTable, values: Sequence[Any], untouched: Untouched, of_storage: dict[int, int]
 ) -> dict[int, torch.Tensor | torch.UntypedStorage]:
     """Return the tensor or storage that is pickled in place of each source that is not as it is.
 
     Args:
-        numbers: gets the number of the source, by the address of what stands for it.
+        of_storage: gets the number of the source, by the identity of the storage.
     """
     found: dict[int, torch.Tensor | torch.UntypedStorage] = {}
     for number, (spec, first) in enumerate(zip(table.specs, table.firsts, strict=True)):
@@ -214,16 +208,13 @@ def _made_for(
         if leaf.storage is not None if joined else is_plain(leaf):
             if not joined and leaf.device.type == "cpu":
                 continue
-            found[number] = made = untouched.storage(spec.nbytes)
-            address = made.data_ptr()
+            found[number] = storage = untouched.storage(spec.nbytes)
         else:
-            whole = untouched.tensor(spec.shape, spec.dtype)
+            found[number] = whole = untouched.tensor(spec.shape, spec.dtype)
             if not isinstance(leaf, FlatShard) and leaf.requires_grad:
                 whole.requires_grad_()
-            found[number] = whole
-            address = whole.data_ptr()
-        if spec.nbytes:
-            numbers[address] = number
+            storage = whole.untyped_storage()
+        of_storage[storage._cdata] = number
     return found
 
 
@@ -246,9 +237,15 @@ def _on_host(tensor: torch.Tensor, storage: Any | None) -> torch.Tensor:
     Args:
         storage: what stands for its storage, if anything does.
     """
-    storage = tensor.untyped_storage().cpu() if storage is None else storage
+    own: Any = tensor.untyped_storage()
     offset = int(tensor.storage_offset())
-    host = _view(storage, tensor.dtype, offset, tensor.shape, tensor.stride())
+    host = _view(
+        own.cpu() if storage is None else storage,
+        tensor.dtype,
+        offset,
+        tensor.shape,
+        tensor.stride(),
+    )
     return host.requires_grad_(tensor.requires_grad)
 
 

@@ -60,8 +60,6 @@ class NewFile:
 
     def explained(self, error: OSError) -> WriteError:
         """Return a failed system call as an error that names the path and the remedy."""
-        if isinstance(error, WriteError):
-            return error
         return save_error(error, self.file, self._needed)
 
 

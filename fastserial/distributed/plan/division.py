@@ -158,24 +158,30 @@ def owned_ranges(plan: FilePlan, specs: Sequence[TensorSpec], size: int) -> list
     writers = tuple(plan.writers)
     share = -(-plan.nbytes // GRAIN // len(writers))
     left = dict.fromkeys(writers, share)  # blocks that a writer still gets of what it alone has
+    found: list[OwnedRange] = []
     items: list[Segment] = []
     work: list[Workload] = []
+
+    def own(first: int, stop: int, owner: int, ranks: tuple[int, ...]) -> None:
+        end = min(stop * GRAIN, plan.nbytes)
+        found.append(OwnedRange(first * GRAIN, end, owner, ranks))
+
     for first, stop, ranks, as_stored in _blocks(_segments_of_file(plan, specs, size)):
-        owners = tuple([rank for rank in ranks if rank in left])
-        middle = stop
-        if len(owners) == 1:
+        owners = ranks if len(writers) == size else tuple([r for r in ranks if r in left])
+        if len(owners) == 1 and left[owners[0]]:
             middle = min(stop, first + left[owners[0]])
             left[owners[0]] -= middle - first
-        for begin, end, able in ((first, middle, owners), (middle, stop, ())):
-            if begin < end:
-                items.append(Segment(begin, end, ranks, as_stored and bool(able)))
-                work.append(Workload((end - begin) * GRAIN, able or writers, end - begin))
-    found: list[OwnedRange] = []
-    for number, owner, begin, end in assign(work, size):
+            own(first, middle, owners[0], () if as_stored else ranks)
+            first = middle
+        if first < stop:
+            able = owners if len(owners) > 1 else ()
+            items.append(Segment(first, stop, ranks, as_stored and bool(able)))
+            work.append(Workload((stop - first) * GRAIN, able or writers, stop - first))
+    load = [(share - left.get(rank, share)) * GRAIN for rank in range(size)]
+    for number, owner, begin, end in assign(work, size, load):
         first, _, ranks, as_stored = items[number]
-        stop = min((first + end) * GRAIN, plan.nbytes)
-        found.append(OwnedRange((first + begin) * GRAIN, stop, owner, () if as_stored else ranks))
-    return found
+        own(first + begin, first + end, owner, () if as_stored else ranks)
+    return sorted(found)
 
 
 def _segments_of_file(plan: FilePlan, specs: Sequence[TensorSpec], size: int) -> Iterator[Segment]:

@@ -70,7 +70,6 @@ class Describer:
         self._rank, self._ranks = rank, ranks
         self._meshes: dict[int, tuple[int, ...]] = {}
         self._alike: dict[Any, TensorSpec] = {}  # what is known of DTensors
-        self._specs: dict[TensorSpec, TensorSpec] = {}  # the same object for equal ones
         self._buffers = buffers
         self._storages: dict[int, int] = {}
 
@@ -87,8 +86,7 @@ class Describer:
             alike = id(leaf.device_mesh), leaf.placements, leaf.shape, local.dtype, local.shape
             spec = self._alike.get(alike)
             if spec is None:
-                spec = self._held(leaf, key)
-                spec = self._alike[alike] = self._specs.setdefault(spec, spec)
+                spec = self._alike[alike] = self._held(leaf, key)
             return LeafSpec(spec, leaf.requires_grad)
         if (odd := unloadable(leaf)) is not None:
             raise LoadMismatchError(f"{key}: {odd}")

@@ -197,14 +197,10 @@ class StateTable:
             found = tuple(sorted(map(tuple, ranges.get(number, ()))))
             _refuse_gaps(self.keys[number], specs[number].numel, found)
             specs[number] = replace(specs[number], held=Flat(found))  # type: ignore[arg-type]
-        whole: dict[int, TensorSpec] = {}  # one object for what is alike
-        held: dict[Mesh, Mesh] = {}
         for number, spec in enumerate(self.specs):
             if isinstance(spec.held, Mesh):
-                if id(spec) not in whole:
-                    new = spec.held._replace(grids=grids[self.meshes[spec.held]])
-                    whole[id(spec)] = replace(spec, held=held.setdefault(new, new))
-                specs[number] = whole[id(spec)]
+                held = spec.held._replace(grids=grids[self.meshes[spec.held]])
+                specs[number] = replace(spec, held=held)
         return specs
 
 
@@ -256,20 +252,10 @@ def is_plain(leaf: object) -> bool:
 
 def synchronize_devices(values: Iterable[Any]) -> None:
     """Wait for the work queued on the devices of tensors: other threads will copy them."""
-    away: dict[torch.device, torch.UntypedStorage] = {}
-    for leaf in map(leaf_of, values):
-        device = _device_of(leaf)
-        if device.type not in ("cpu", "meta") and device not in away:
-            away[device] = local_of(leaf).untyped_storage()
-    synchronize(list(away.values()))
-
-
-def _device_of(leaf: Any) -> torch.device:
-    """Return where a leaf is; on the host, if this rank has none."""
-    if leaf is None:
-        return torch.device("cpu")
-    found: torch.device = leaf.tensor.device if isinstance(leaf, FlatShard) else leaf.device
-    return found
+    held = [leaf for leaf in map(leaf_of, values) if leaf is not None]
+    tensors = [leaf.tensor if isinstance(leaf, FlatShard) else leaf for leaf in held]
+    away = {one.device: one for one in tensors if one.device.type not in ("cpu", "meta")}
+    synchronize([local_of(one).untyped_storage() for one in away.values()])
 
 
 def table_of(

@@ -1,7 +1,8 @@
 """A rank: random states through torch.distributed.checkpoint, ours and stock mixed.
 
 Arguments: folder, seed, cases. Each state is saved by one storage and planner, and loaded, in other
-placements, by another; both are ours or stock's by chance.
+placements, by another; both are ours or stock's by chance. Every other state is the one before it,
+of which one thing has changed: the plan of that one must not be used for it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 import os
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.ranks import join
-from support.sharded import meshes, noise, random_dtensor, random_tensor, same_bytes
+from support.sharded import meshes, noise, random_dtensor, random_tensor, same_bytes, vary
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -33,6 +35,12 @@ from fastserial.distributed.sharding.pieces import holding
 STOCK_IS_WRONG = torch.__version__.startswith("2.6.")
 
 
+def held(chance: random.Random, grids: list[Any], full: torch.Tensor) -> Any:
+    if chance.random() < 0.2:
+        return full.clone()
+    return random_dtensor(chance, full, chance.choice(grids))
+
+
 def random_state(chance: random.Random, grids: list[Any], case: int) -> tuple[Any, Any]:
     """Return a state, and the whole of it (the same on every rank)."""
     state: dict[str, Any] = {}
@@ -40,18 +48,20 @@ def random_state(chance: random.Random, grids: list[Any], case: int) -> tuple[An
     for index in range(chance.randrange(1, 8)):
         key = f"layer.{index}"
         full = random_tensor(chance, *((150, 3) if chance.random() < 0.15 else (9, 4)))
-        kind = chance.random()
-        if kind < 0.7:
-            state[key], whole[key] = random_dtensor(chance, full, chance.choice(grids)), full
-        elif kind < 0.9:
-            state[key], whole[key] = full.clone(), full
+        if chance.random() < 0.9:
+            state[key], whole[key] = held(chance, grids, full), full
         else:
             state[key] = whole[key] = chance.choice([3, "text", None, [1, 2.5], {"a": b"x"}])
     if chance.random() < 0.3:
         full = noise([chance.choice([3, 700]), 5000], torch.float32, case)
         state["large"], whole["large"] = full.clone(), full
-        state["turned"], whole["turned"] = full.t(), full.t()
+        state["turned"], whole["turned"] = full.clone().t(), full.clone().t()
     return state, whole
+
+
+def wrapped(state: dict[str, Any], nested: bool) -> dict[str, Any]:
+    """Return nests that differ where planners flatten them to the same."""
+    return {"m": dict(state)} if nested else {f"m.{key}": value for key, value in state.items()}
 
 
 def is_for_ours_only(state: dict[str, Any]) -> bool:
@@ -59,6 +69,8 @@ def is_for_ours_only(state: dict[str, Any]) -> bool:
     for value in state.values():
         if not isinstance(value, DTensor):
             continue
+        if value._local_tensor.dtype is not value.dtype:
+            return True
         for place in value.placements:
             if isinstance(place, _StridedShard):
                 splits = zip(value.placements, value.device_mesh.shape, strict=True)
@@ -75,10 +87,7 @@ def blank(value: Any, chance: random.Random, grids: list[Any]) -> Any:
         return dict.fromkeys(value)
     if not isinstance(value, torch.Tensor):
         return [None] * len(value) if isinstance(value, list) else None
-    if chance.random() < 0.3:
-        return torch.zeros_like(value)
-    zeros = torch.zeros(value.shape, dtype=value.dtype)
-    return random_dtensor(chance, zeros, chance.choice(grids))
+    return held(chance, grids, torch.zeros(value.shape, dtype=value.dtype))
 
 
 def compare(found: Any, whole: Any, key: str, rank: int, count: int) -> None:
@@ -98,36 +107,46 @@ def main() -> None:
     folder, seed, cases = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     chance = random.Random(seed)
     grids = meshes(count)
+    state: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
     for case in range(cases):
-        state, whole = random_state(chance, grids, case)
+        if case % 2:
+            vary(chance, state, whole, partial(held, chance, grids))
+        else:
+            state, whole = random_state(chance, grids, case)
         path = folder / str(case % 3)
         ours = chance.random() < 0.75
-        writer: Any = dcp.FileSystemWriter(path)
-        if ours:
-            writer = FastStorageWriter(path)
+        writer: Any = FastStorageWriter(path) if ours else dcp.FileSystemWriter(path)
         ours_plans = chance.random() < 0.6 or is_for_ours_only(state)
         save_planner = FastSavePlanner() if ours_plans else None
         ours_plans = chance.random() < 0.7
-        ours_reads = chance.random() < 0.7
         reader: Any = dcp.FileSystemReader(path)
-        if ours_reads:
+        if chance.random() < 0.7:
             reader = FastStorageReader(path, verify=chance.random() < 0.8)
-        saved: Any = dcp.save(state, storage_writer=writer, planner=save_planner)
+        nested = chance.random() < 0.5
+        saved: Any = dcp.save(wrapped(state, nested), storage_writer=writer, planner=save_planner)
         found = {key: blank(value, chance, grids) for key, value in whole.items()}
-        load_planner = FastLoadPlanner() if ours_plans or is_for_ours_only(found) else None
-        dcp.load(found, storage_reader=reader, planner=load_planner)
+        load_planner = None
+        if ours_plans or is_for_ours_only(found):
+            load_planner = FastLoadPlanner()
+        into = wrapped(found, nested)
+        dcp.load(into, storage_reader=reader, planner=load_planner)
         for key, value in whole.items():
-            compare(found[key], value, f"case {case}: {key}", rank, count)
+            compare(
+                into["m"][key] if nested else into[f"m.{key}"],
+                value,
+                f"case {case}: {key}",
+                rank,
+                count,
+            )
         dist.barrier()
         if ours:
             told = FastStorageReader(path).read_metadata()
-            assert saved.storage_data == told.storage_data, case
-            assert saved.state_dict_metadata == told.state_dict_metadata, case
-            assert saved.planner_data == told.planner_data, case
-        if rank == 0 and ours:
-            places = told.storage_data.values()
-            needed = {place.relative_path for place in places} | {".metadata"}
-            assert set(os.listdir(path)) == needed, (case, os.listdir(path), needed)
+            for part in ("storage_data", "state_dict_metadata", "planner_data"):
+                assert getattr(saved, part) == getattr(told, part), (case, part)
+            if rank == 0:
+                needed = {place.relative_path for place in told.storage_data.values()}
+                assert set(os.listdir(path)) == needed | {".metadata"}, (case, os.listdir(path))
         dist.barrier()
     print(cases)
 

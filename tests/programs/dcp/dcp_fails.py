@@ -9,15 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.ranks import join
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
-from fastserial.distributed import FastStorageReader, FastStorageWriter
+from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter
 
 
 class Failing(DefaultSavePlanner):
@@ -29,35 +30,41 @@ class Failing(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-def state_of(mesh: DeviceMesh, step: int) -> dict[str, Any]:
-    return {
-        key: DTensor.from_local(torch.full((1 << 18,), step), mesh, [Shard(0)]) for key in "abc"
-    }
+class Broken:
+    def __reduce__(self) -> Any:
+        raise ValueError("cannot be pickled")
 
 
 def main() -> None:
-    _, count = join()
+    rank, count = join()
     path, ours = Path(sys.argv[1]), sys.argv[2] == "ours"
     mesh = DeviceMesh("cpu", torch.arange(count))
 
-    def writer() -> Any:
-        return FastStorageWriter(path) if ours else dcp.FileSystemWriter(path)
+    def state_of(step: int) -> dict[str, Any]:
+        shards = {key: torch.full((1 << 18,), step) for key in "abc"}
+        return {key: DTensor.from_local(one, mesh, [Shard(0)]) for key, one in shards.items()}
 
-    dcp.save(state_of(mesh, 1), storage_writer=writer())
-    try:
-        dcp.save(state_of(mesh, 2), storage_writer=writer(), planner=Failing())
-    except CheckpointException as error:
-        assert "the disk is gone" in str(error), error
-    else:
-        raise AssertionError("it did not fail")
-    found = state_of(mesh, 0)
+    def save(step: int, planner: Any = None, **more: Any) -> None:
+        writer: Any = FastStorageWriter(path) if ours else dcp.FileSystemWriter(path)
+        dcp.save({**state_of(step), **more}, storage_writer=writer, planner=planner)
+
+    save(1)
+    with pytest.raises(CheckpointException, match="the disk is gone"):
+        save(2, Failing())
+    if ours:
+        odd = DTensor.from_local(torch.zeros(3), mesh, [Partial() if rank else Shard(0)])
+        with pytest.raises(CheckpointException, match="a sum that no rank has"):
+            save(2, FastSavePlanner(), sum=odd)
+        with pytest.raises(CheckpointException, match="cannot be pickled"):
+            save(2, FastSavePlanner(), broken=None if rank else Broken())
+    found = state_of(0)
     reader = FastStorageReader(path) if ours else dcp.FileSystemReader(path)
     try:
         dcp.load(found, storage_reader=reader)
         print(*sorted({int(x) for key in "abc" for x in found[key].to_local().unique()}))
     except CheckpointException:
         print("unreadable")
-    dcp.save(state_of(mesh, 3), storage_writer=writer())
+    save(3)
     dcp.load(found, storage_reader=reader)
     assert all(bool(torch.all(found[key].to_local() == 3)) for key in "abc")
 

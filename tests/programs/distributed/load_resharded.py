@@ -14,8 +14,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from support.loading import tensors
+from support.nests import differing, like
 from support.ranks import join
-from support.sharded import NEWER, meshes, noise, random_dtensor, random_tensor, same_bytes
+from support.sharded import NEWER, meshes, noise, random_dtensor, random_tensor
 
 import fastserial
 from fastserial.distributed import FlatShard, load, save
@@ -88,30 +89,6 @@ class Maker:
         if kind < 0.4:
             return flat_shard(full, [0, *cuts, full.numel()], self.rank)
         return random_dtensor(random.Random(seed), full, mesh)
-
-
-def like(value: Any, make: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return make(value)
-    if isinstance(value, dict):
-        return {key: like(item, make) for key, item in value.items()}
-    if isinstance(value, list):
-        return [like(item, make) for item in value]
-    return value
-
-
-def differing(a: Any, b: Any, key: str = "") -> list[str]:
-    """Return the keys at which two nests differ."""
-    if isinstance(a, FlatShard):
-        a, b = a.tensor, b.tensor
-    if isinstance(a, torch.Tensor):
-        a, b = (getattr(one, "_local_tensor", one) for one in (a, b))
-        a, b = (one.clone(memory_format=torch.contiguous_format) for one in (a, b))
-        return [] if same_bytes(a, b) else [key]
-    if isinstance(a, dict | list):
-        items = a.items() if isinstance(a, dict) else enumerate(a)
-        return [one for name, item in items for one in differing(item, b[name], f"{key}.{name}")]
-    return [] if a == b else [key]
 
 
 def main() -> None:

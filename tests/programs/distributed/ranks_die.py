@@ -1,6 +1,9 @@
-"""A rank: saves again and again until another one is killed. Arguments: folder, timeout.
+"""A rank: saves again and again until another one is killed. Arguments: folder, who.
 
-In the file `flags` of the folder it says, a byte for each rank, that it is in a save.
+`who` is `one` (one file), `dcp` (a folder of torch.distributed.checkpoint), `stock` (the same by
+stock's storage), or `unguarded`: `dcp`, with names that are not new. In the file `flags` of the
+folder it says, a byte for each rank, that it is in a save. Prints whom the error names, and how
+long it took.
 """
 
 from __future__ import annotations
@@ -9,41 +12,55 @@ import mmap
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from support.ranks import join
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fastserial import distributed
-from fastserial.errors import DistributedError
+from fastserial.distributed import FastSavePlanner, FastStorageWriter
+from fastserial.distributed.dcp.folder import ShardFolder
+
+
+def save(state: dict[str, Any], out: Path, who: str) -> None:
+    if who == "one":
+        distributed.save(state, out / "file.pt", timeout=20)
+    elif who == "stock":
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(out))
+    else:
+        dcp.save(state, storage_writer=FastStorageWriter(out), planner=FastSavePlanner())
 
 
 def main() -> None:
     rank, count = join()
-    folder, timeout = Path(sys.argv[1]), float(sys.argv[2])
+    folder, who = Path(sys.argv[1]), sys.argv[2]
     with (folder / "flags").open("r+b") as file:
         flags = mmap.mmap(file.fileno(), count)
+    if who == "unguarded":
+        ShardFolder.new_shard = lambda _, prefix: f"{prefix}0.distcp"  # type: ignore[method-assign]
     mesh = DeviceMesh("cpu", torch.arange(count))
-    rows = torch.zeros(1 << 18, 4)
-    columns = torch.zeros(1 << 20, 4 // count if 4 % count == 0 else 1)
-    state = {
+    rows, columns, whole = torch.zeros(1 << 18, 4), torch.zeros(1 << 20, 1), torch.zeros(1 << 20)
+    state: dict[str, Any] = {
         "rows": DTensor.from_local(rows, mesh, [Shard(0)], run_check=False),
         "columns": DTensor.from_local(columns, mesh, [Shard(1)], run_check=False),
-        "all": torch.zeros(1 << 20),
+        "all": whole,
+        "step": 0,
     }
     while True:
-        state["step"] = int(state.get("step", 0)) + 1
-        for tensor in (rows, columns, state["all"]):
+        state["step"] += 1
+        for tensor in (rows, columns, whole):
             tensor += 1
         began = time.monotonic()
+        flags[rank] = 1
         try:
-            flags[rank] = 1
-            distributed.save(state, folder / "out" / "file.pt", timeout=timeout)
-            flags[rank] = 0
-        except DistributedError as error:
-            print(error.rank, time.monotonic() - began)
+            save(state, folder / "out", who)
+        except Exception as error:  # ours; gloo's, of a connection that broke, or DCP's of that
+            print(getattr(error, "rank", None), time.monotonic() - began)
             return
+        flags[rank] = 0
 
 
 main()

@@ -7,34 +7,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from support.ranks import join
 from support.sharded import noise, same_bytes, split
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fastserial import distributed
-from fastserial.distributed import FlatShard
+from fastserial import distributed, last_save_report
+from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter, FlatShard
 from fastserial.errors import DistributedError
+from fastserial.integrations.fastpersist import fastpersist_save
 
 MIB = 2**20
+GROUPS = [[0, 1], [2, 3], [1, 2], [0, 2, 3], [0, 1, 2, 3]]
 
 
 def group_state(ranks: list[int], group: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a state whose shards the ranks of a group hold, and the whole of it."""
     full = noise([400, 301], torch.float32, seed)
     flat = noise([90_000], torch.bfloat16, seed + 1)
-    mesh = DeviceMesh.from_group(group, "cpu")
-    at = ranks.index(dist.get_rank())
     step = -(-90_000 // len(ranks))
-    first, stop = at * step, min((at + 1) * step, 90_000)
-    shard = FlatShard((90_000,), flat.dtype, first, stop - first, flat[first:stop].clone())
-    return {"w": split(full, mesh, [Shard(0)]), "f": shard, "n": seed}, {
-        "w": full,
-        "f": flat,
-        "n": seed,
-    }
+    first = ranks.index(dist.get_rank()) * step
+    part = flat[first : first + step].clone()
+    shard = FlatShard((90_000,), flat.dtype, first, len(part), part)
+    rows = split(full, DeviceMesh.from_group(group, "cpu"), [Shard(0)])
+    return {"w": rows, "f": shard, "n": seed}, {"w": full, "f": flat, "n": seed}
 
 
 def check(path: Path, whole: dict[str, Any]) -> None:
@@ -45,40 +45,78 @@ def check(path: Path, whole: dict[str, Any]) -> None:
 
 
 def groups(folder: Path) -> None:
-    """Two groups at once, with different numbers of saves; groups that overlap; then all ranks."""
+    """Two groups at once, with different numbers of saves; groups that overlap; all ranks.
+
+    And all of it again with a new process group.
+    """
     rank = dist.get_rank()
-    pairs = [[0, 1], [2, 3], [1, 2], [0, 2, 3], [0, 1, 2, 3]]
-    made = [dist.new_group(ranks) for ranks in pairs]
-    for seed, (ranks, group) in enumerate(zip(pairs, made, strict=True)):
-        if rank not in ranks:
-            continue
-        path = folder / f"{ranks}.pt"
-        for turn in range(1 + rank // 2 if seed < 2 else 2):
-            state, whole = group_state(ranks, group, 100 * seed + turn)
-            distributed.save(state, path, group=group, timeout=60)
-            if rank == ranks[0]:
-                check(path, whole)
-            into, _ = group_state(ranks, group, 7)
-            distributed.load(path, into, group=group, timeout=60)
-            assert same_bytes(into["f"].tensor, state["f"].tensor)
-            assert into["n"] == state["n"]
-    dist.barrier()
-    # A failure in one group is no other group's.
-    ranks, group = (pairs[0], made[0]) if rank < 2 else (pairs[1], made[1])
-    state, whole = group_state(ranks, group, 50)
-    if rank == 1:
-        state["more"] = torch.zeros(2)
-    try:
-        distributed.save(state, folder / f"{ranks}.pt", group=group, timeout=60)
-        assert rank > 1
-    except DistributedError as error:
-        assert rank < 2
-        assert error.rank == 1
-    dist.barrier()
-    state, whole = group_state(pairs[4], made[4], 60)
-    distributed.save(state, folder / "all.pt", timeout=60)
-    if rank == 0:
-        check(folder / "all.pt", whole)
+    for turn in range(2):
+        made = [dist.new_group(ranks) for ranks in GROUPS]
+        for seed, (ranks, group) in enumerate(zip(GROUPS, made, strict=True)):
+            if rank not in ranks:
+                continue
+            path = folder / f"{ranks}.pt"
+            for number in range(1 + rank // 2 if seed < 2 else 2):
+                state, whole = group_state(ranks, group, 100 * seed + 10 * turn + number)
+                distributed.save(state, path, group=group, timeout=60)
+                if rank == ranks[0]:
+                    check(path, whole)
+                into, _ = group_state(ranks, group, 7)
+                distributed.load(path, into, group=group, timeout=60)
+                assert same_bytes(into["f"].tensor, state["f"].tensor)
+                assert into["n"] == state["n"]
+            by_fastpersist(folder, state, whole, group)
+            by_dcp(folder, state, group)
+        dist.barrier()
+        # A failure in one group is no other group's.
+        ranks, group = (GROUPS[0], made[0]) if rank < 2 else (GROUPS[1], made[1])
+        state, _ = group_state(ranks, group, 50)
+        if rank == 1:
+            state["more"] = torch.zeros(2)
+        if rank > 1:
+            distributed.save(state, folder / f"{ranks}.pt", group=group, timeout=60)
+        else:
+            with pytest.raises(DistributedError) as caught:
+                distributed.save(state, folder / f"{ranks}.pt", group=group, timeout=60)
+            assert caught.value.rank == 1
+        dist.barrier()
+        dist.destroy_process_group()
+        os.environ["FASTSERIAL_TEST_STORE"] += "again"
+        join()
+
+
+def by_fastpersist(folder: Path, state: Any, whole: Any, group: Any) -> None:
+    """FastPersist's function, with its number of writers."""
+    for writers in (1, 2):
+        path = folder / str(dist.get_process_group_ranks(group)) / f"{writers}.pt"
+        path.parent.mkdir(exist_ok=True)
+        found = fastpersist_save(
+            state, path, show_stats=False, num_parallel_writers=writers, group=group
+        )
+        assert found["total_bytes"] == path.stat().st_size
+        assert 0 < found["write_secs"] <= found["total_secs"]
+        if dist.get_rank(group) == 0:
+            check(path, whole)
+            report = last_save_report()
+            assert report is not None
+            assert sum(part.bytes > 0 for part in report.ranks) == writers
+
+
+def by_dcp(folder: Path, state: Any, group: Any) -> None:
+    """By its planners: groups do not mix up their plans."""
+    if torch.__version__.startswith("2.6."):
+        return  # there DCP coordinates by global rank 0, which has to be in the group
+    path = folder / f"dcp {dist.get_process_group_ranks(group)}"
+    into = {"w": torch.zeros_like(state["w"]), "n": 0}
+    dcp.save(
+        {"w": state["w"], "n": state["n"]},
+        storage_writer=FastStorageWriter(path),
+        planner=FastSavePlanner(),
+        process_group=group,
+    )
+    dcp.load(into, storage_reader=FastStorageReader(path), process_group=group)
+    assert same_bytes(into["w"].to_local(), state["w"].to_local())
+    assert into["n"] == state["n"]
 
 
 def use() -> tuple[int, int, int]:
@@ -114,13 +152,5 @@ def growth(folder: Path) -> None:
     assert after[2] - before[2] < 4, (before, after)
 
 
-CASES = (groups, growth)
-
-
-def main() -> None:
-    join()
-    folder, name = Path(sys.argv[1]), sys.argv[2]
-    {case.__name__: case for case in CASES}[name](folder)
-
-
-main()
+join()
+{"groups": groups, "growth": growth}[sys.argv[2]](Path(sys.argv[1]))

@@ -28,8 +28,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from fastserial import distributed, last_save_report
-from fastserial.distributed.onefile import saver
-from fastserial.distributed.plan.schedule import schedule
 
 
 class Block(nn.Module):
@@ -92,19 +90,9 @@ def trimmed(value: Any) -> Any:
     return [trimmed(item) for item in value] if isinstance(value, list) else value
 
 
-PLANS: list[Any] = []
-
-
-def counted(*args: Any) -> Any:
-    PLANS.append(schedule(*args))
-    return PLANS[-1]
-
-
 def main() -> None:
     rank, count = join()
-    saver.schedule = counted
     folder = Path(sys.argv[1])
-    planned = 0
     for kind in sys.argv[2:]:
         model = made(kind, count)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -118,11 +106,8 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         path = folder / "model.pt"
-        PLANS.clear()
         for _ in range(2):  # with a new plan, and with the one that was kept
             distributed.save({"model": model, "optimizer": optimizer, "step": 2}, path, timeout=60)
-        assert len(PLANS) <= 1, kind  # none where the kind before left the same plan
-        planned += len(PLANS)
         report = last_save_report()
         assert report is not None
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -138,12 +123,9 @@ def main() -> None:
             stock = folder / "stock" / "model.pt"
             stock.parent.mkdir(exist_ok=True)
             torch.save(state, stock)
-            same = path.read_bytes() == stock.read_bytes()
-            loaded = torch.load(path)["model"]
-            print(kind, same, len(loaded), path.stat().st_size, stock.stat().st_size)
-            assert same, kind
+            assert path.read_bytes() == stock.read_bytes(), kind
+            print(kind)
         dist.barrier()
-    assert planned, "no schedule was made, or it was not counted"
 
 
 main()

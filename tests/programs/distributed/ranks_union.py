@@ -1,6 +1,6 @@
-"""A rank of four, of two pipeline stages: saves what each stage has as one state.
+"""A rank of four, of two pipeline stages: saves what each stage has as one state. Argument: folder.
 
-Arguments: folder.
+Prints how large the file is.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from support.ranks import join
 from support.sharded import noise, split
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fastserial import Checkpointer, distributed
@@ -21,6 +23,21 @@ from fastserial.distributed import FlatShard
 from fastserial.errors import DistributedError, LoadMismatchError
 
 MIB = 2**20
+FOLDER = Path(sys.argv[1])
+RANK, COUNT = join()
+STAGE = RANK // 2
+
+
+def saved(state: Any, path: Path, whole: Any) -> None:
+    """Save as a union, with a new plan and the one that was kept, and compare with stock."""
+    for _ in range(2):
+        distributed.save(state, path, timeout=30, merge="union")
+    if RANK == 0:
+        stock = path.parent / "stock" / path.name
+        stock.parent.mkdir(exist_ok=True)
+        torch.save(whole, stock)
+        assert path.read_bytes() == stock.read_bytes()
+    dist.barrier()
 
 
 def stage(number: int, rank: int | None, mesh: Any) -> dict[str, Any]:
@@ -29,7 +46,6 @@ def stage(number: int, rank: int | None, mesh: Any) -> dict[str, Any]:
     wide = noise([64, 2 * MIB // 64], torch.bfloat16, 10 + number)
     flat = noise([9, 5], torch.float32, 20 + number)
     large = noise([3 * MIB], torch.uint8, 30 + number)
-    small = noise([7], torch.float64, 40 + number)
     found: dict[str, Any] = OrderedDict()
     found[f"{number}.weight"] = weight if rank is None else split(weight, mesh, [Shard(0)])
     found[f"{number}.wide"] = wide if rank is None else split(wide, mesh, [Shard(1)])
@@ -41,16 +57,49 @@ def stage(number: int, rank: int | None, mesh: Any) -> dict[str, Any]:
         found[f"{number}.flat"] = FlatShard((9, 5), flat.dtype, first, stop - first, local)
     found[f"{number}.large"] = large
     found[f"{number}.tail"] = large[100:]  # one storage for two tensors
-    found[f"{number}.small"] = torch.nn.Parameter(small)
+    found[f"{number}.small"] = torch.nn.Parameter(noise([7], torch.float64, 40 + number))
     found["step"] = 3
     found["shared"] = noise([2 * MIB], torch.uint8, 50)
     return found
 
 
+def states(path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+    state = {"model": stage(STAGE, RANK, mesh), f"only {STAGE}": [STAGE, {"a": 1.5}]}
+    with pytest.raises(DistributedError, match=r"(?s)\Arank 2:.*union"):
+        distributed.save(state, path, timeout=30)
+    model = stage(0, None, mesh)
+    for key, value in stage(1, None, mesh).items():
+        model.setdefault(key, value)
+    saved(state, path, {"model": model, "only 0": [0, {"a": 1.5}], "only 1": [1, {"a": 1.5}]})
+    mine = path.with_name(f"of {RANK}.pt")  # files of the ranks, as torch_checkpointing leaves them
+    shards = {key: state["model"][key] for key in (f"{STAGE}.weight", f"{STAGE}.wide", "step")}
+    torch.save(shards, mine)
+    keys = ("0.weight", "0.wide", "step", "1.weight", "1.wide")
+    loaded = torch.load(mine, weights_only=False)
+    saved(loaded, path.with_name("together.pt"), {key: model[key] for key in keys})
+
+
+def stages_change(path: Path) -> None:
+    """A tensor moves to another pipeline stage: the plan of the last save does not count."""
+    pairs = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])]
+    for size in (30, 400_000):
+        whole = {f"p{index}": torch.full((size,), float(index)) for index in range(4)}
+        for cuts in ((0, 2, 3, 4, 4), (0, 1, 3, 4, 4), (0, 1, 2, 4, 4)):
+            names = list(whole)[cuts[RANK] : cuts[RANK + 1]]
+            saved({name: whole[name] for name in names}, path, whole)
+        for which in ((0, 0, 1), (0, 1, 1)):
+            state = {}
+            for index, number in enumerate(which):
+                if RANK in pairs[number].mesh.tolist():
+                    state[f"p{index}"] = split(whole[f"p{index}"], pairs[number], [Shard(0)])
+            saved(state, path, {f"p{index}": whole[f"p{index}"] for index in range(3)})
+
+
 class Stage(torch.nn.Module):
     """A stage of a pipeline, with the names that its layers have in the whole model."""
 
-    def __init__(self, numbers: list[int]) -> None:
+    def __init__(self, *numbers: int) -> None:
         super().__init__()
         for number in numbers:
             torch.manual_seed(number)
@@ -62,121 +111,70 @@ class Stage(torch.nn.Module):
         return x
 
 
-def optimizer_of(stage: Stage, rates: list[float]) -> torch.optim.Optimizer:
+def state_of(model: Stage, *rates: Any) -> dict[str, Any]:
     groups = [
         {"params": layer.parameters(), "lr": rate}
-        for layer, rate in zip(stage.children(), rates, strict=True)
+        for layer, rate in zip(model.children(), rates, strict=True)
     ]
-    return torch.optim.AdamW(groups, betas=(0.8, 0.9))
+    return {"model": model, "optimizer": torch.optim.AdamW(groups, betas=(0.8, 0.9))}
 
 
-def train(stage: Stage, optimizer: torch.optim.Optimizer) -> None:
-    stage(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def train(state: dict[str, Any]) -> None:
+    state["model"](torch.ones(2, 6)).sum().backward()
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
 
 
-def refuses_one_group(path: Path, whole: Stage) -> None:
-    """Make sure that groups with different settings are not put into one."""
-    one_group = torch.optim.AdamW(whole.parameters(), lr=5.0)
-    refused = ""
-    try:
-        distributed.load(path, into={"model": whole, "optimizer": one_group})
-    except LoadMismatchError as error:
-        refused = str(error)
-    assert "several values of 'lr'" in refused, refused
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Train both a step, and compare the weights."""
+    train(one)
+    train(other)
+    return all(map(torch.equal, one["model"].parameters(), other["model"].parameters()))
 
 
-def optimizers(path: Path, number: int) -> None:
+def optimizers(path: Path) -> None:
     """The groups of all stages are in the file, and each parameter gets its own settings again."""
-    stage = Stage([number])
-    optimizer = optimizer_of(stage, [0.1 + number])
-    train(stage, optimizer)
-    distributed.save({"model": stage, "optimizer": optimizer}, path, merge="union")
-    whole = torch.load(path)["optimizer"]["param_groups"]
-    assert [group["lr"] for group in whole] == [0.1, 1.1]
-    assert [group["params"] for group in whole] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
-
-    again = Stage([number])
-    settings = optimizer_of(again, [5.0])
-    distributed.load(path, into={"model": again, "optimizer": settings})
-    for each in (stage, optimizer), (again, settings):
-        train(*each)
-    for mine, other in zip(stage.parameters(), again.parameters(), strict=True):
-        assert torch.equal(mine, other)
-
-    both = Stage([0, 1])
-    settings = optimizer_of(both, [5.0, 6.0])
-    distributed.load(path, into={"model": both, "optimizer": settings})
-    assert [group["lr"] for group in settings.param_groups] == [0.1, 1.1]
-    refuses_one_group(path, both)
-
-    with_tensor = torch.optim.AdamW(stage.parameters(), lr=torch.tensor(0.1 + number))
-    train(stage, with_tensor)
-    distributed.save({"model": stage, "optimizer": with_tensor}, path, merge="union")
-    refuses_one_group(path, both)
-
-    optimizer = optimizer_of(stage, [0.5])  # equal on all: one group, as the whole model's
-    distributed.save({"model": stage, "optimizer": optimizer}, path, merge="union")
-    whole = torch.load(path)["optimizer"]["param_groups"]
-    assert [group["params"] for group in whole] == [["0.weight", "0.bias", "1.weight", "1.bias"]]
+    state = state_of(Stage(STAGE), 0.1 + STAGE)
+    train(state)
+    distributed.save(state, path, merge="union")
+    groups = torch.load(path)["optimizer"]["param_groups"]
+    assert [group["lr"] for group in groups] == [0.1, 1.1]
+    assert [group["params"] for group in groups] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+    again = state_of(Stage(STAGE), 5.0)
+    distributed.load(path, into=again)
+    assert same(state, again)
+    both = state_of(Stage(0, 1), 5.0, 6.0)
+    distributed.load(path, into=both)
+    assert [group["lr"] for group in both["optimizer"].param_groups] == [0.1, 1.1]
+    one_group = torch.optim.AdamW(both["model"].parameters(), lr=5.0)
+    with pytest.raises(LoadMismatchError, match="several values of 'lr'"):
+        distributed.load(path, into={**both, "optimizer": one_group})
+    equal = state_of(Stage(STAGE), 0.5)  # on all: one group, as the whole model's
+    distributed.save(equal, path, merge="union")
+    (group,) = torch.load(path)["optimizer"]["param_groups"]
+    assert group["params"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
-def checkpointer(folder: Path, number: int) -> None:
+def checkpointer(folder: Path) -> None:
     """A Checkpointer of stages: each rank resumes what it had, bit for bit."""
-    stage, again = Stage([number]), Stage([number])
-    ways = {}
-    for name, one in (("first", stage), ("again", again)):
-        state = {"model": one, "optimizer": optimizer_of(one, [0.1 + number]), "epoch": 1}
-        ways[name] = state
-    with Checkpointer(folder, ways["first"], merge="union", timeout=30) as made:
-        train(stage, ways["first"]["optimizer"])
+    first, again = ({**state_of(Stage(STAGE), 0.1 + STAGE), "epoch": 1} for _ in range(2))
+    with Checkpointer(folder, first, merge="union", timeout=30) as made:
+        train(first)
         assert made.check()
         made.save(1)
-    train(stage, ways["first"]["optimizer"])
-    ways["again"]["optimizer"].param_groups[0].update(lr=7.0, betas=(0.1, 0.1))
-    with Checkpointer(folder, ways["again"], merge="union", timeout=30) as made:
+    again["optimizer"].param_groups[0].update(lr=7.0, betas=(0.1, 0.1))
+    with Checkpointer(folder, again, merge="union", timeout=30) as made:
         assert made.resume() == 1
-    train(again, ways["again"]["optimizer"])
-    for mine, other in zip(stage.parameters(), again.parameters(), strict=True):
-        assert torch.equal(mine, other)
-    refused = ""
-    try:
-        with Checkpointer(folder, ways["first"], timeout=30) as made:
-            made.save(2)
-    except DistributedError as error:
-        refused = str(error)
-    assert "union" in refused, refused
+    assert same(first, again)
+    with (
+        pytest.raises(DistributedError, match="union"),
+        Checkpointer(folder, first, timeout=30) as made,
+    ):
+        made.save(2)
 
 
-def main() -> None:
-    rank, count = join()
-    assert count == 4
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
-    number = rank // 2
-    path = Path(sys.argv[1]) / "file.pt"
-    state = {"model": stage(number, rank, mesh), f"only {number}": [number, {"a": 1.5}]}
-    told = ""
-    try:
-        distributed.save(state, path, timeout=30)
-    except DistributedError as error:
-        told = str(error)
-    assert told.startswith("rank 2:"), told
-    assert "union" in told, told
-    for _ in range(2):
-        distributed.save(state, path, timeout=30, merge="union")
-    optimizers(path.with_name("optimizers.pt"), number)
-    checkpointer(path.with_name("stages"), number)
-    if rank == 0:
-        model = stage(0, None, mesh)
-        for key, value in stage(1, None, mesh).items():
-            model.setdefault(key, value)
-        whole = {"model": model, "only 0": [0, {"a": 1.5}], "only 1": [1, {"a": 1.5}]}
-        stock = path.parent / "stock" / "file.pt"
-        stock.parent.mkdir()
-        torch.save(whole, stock)
-        assert path.read_bytes() == stock.read_bytes()
-        print(path.stat().st_size)
-
-
-main()
+states(FOLDER / "file.pt")
+stages_change(FOLDER / "moving.pt")
+optimizers(FOLDER / "optimizers.pt")
+checkpointer(FOLDER / "stages")
+print((FOLDER / "file.pt").stat().st_size)

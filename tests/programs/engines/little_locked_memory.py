@@ -5,8 +5,7 @@ import resource
 import sys
 
 from fastserial.engines.deepspeed.aio_op import AioSettings, borrow_handle, give_back
-from fastserial.engines.deepspeed.engine import DeepSpeedEngine
-from fastserial.engines.deepspeed.locked_memory import LockedPool
+from fastserial.engines.deepspeed.engine import DeepSpeedEngine, LockedPool
 
 settings = AioSettings(intra_op_parallelism=1)
 give_back(settings, borrow_handle(settings))  # reads files that are root's

@@ -28,6 +28,7 @@ JOB: dict[str, Any] = {
     "nbytes": 0,  # of a state
     "zipped": True,
     "options": {},  # of fastserial
+    "frozen": 0,  # bytes that all states have in common; each save has the one before as base
     "named": False,  # a temporary file with a name
     "pause": False,  # waits for SIGUSR1 before the first save
     "fsize": None,  # a limit on the size of files (bytes)
@@ -108,7 +109,11 @@ def main() -> None:
                 fastserial.options(**chosen),
                 open(job["path"], "wb") if job["unguarded"] else path as place,
             ):
-                torch.save(state, place, _use_new_zipfile_serialization=job["zipped"])
+                if job["frozen"]:
+                    whole = {"frozen": torch.arange(job["frozen"] // 8), **state}
+                    fastserial.save(whole, job["path"], base=job["path"])
+                else:
+                    torch.save(state, place, _use_new_zipfile_serialization=job["zipped"])
         except Exception as error:
             tell(f"error {json.dumps(described(error))}")
             os._exit(_FAILED)

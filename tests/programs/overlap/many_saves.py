@@ -18,18 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.limits import status
 
 import fastserial
 
 FOLDER, COUNT, BUDGET, SIZE = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 WIDTH = 2000  # a weight has 15 MiB, and a momentum as large
-
-
-def status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise KeyError(name)
 
 
 def main() -> None:

@@ -53,16 +53,6 @@ def not_shared(folder: Path, rank: int) -> Any:
     return found
 
 
-def by_hand(folder: Path, rank: int) -> Any:
-    """Resume where the newest file is another program's."""
-    if not rank:
-        save(folder, 1)
-        torch.save({"x": 2}, folder / "step-00000002.pt")
-    dist.barrier()
-    with Checkpointer(folder, {"x": 0}, rng=False, timeout=60) as checkpointer:
-        return outcome(checkpointer.resume)
-
-
 def held(folder: Path, rank: int) -> Any:
     """Save and check where another process than rank 0 has the folder."""
     if rank:
@@ -92,27 +82,11 @@ def signals(folder: Path, rank: int) -> Any:
     return found
 
 
-def strict(folder: Path, rank: int) -> str:
-    """Save where a warning, which is for rank 0's user, is an error."""
-    if rank == 0:
-        save(folder, 10)
-    dist.barrier()
-    with (
-        warnings.catch_warnings(),
-        Checkpointer(folder, {"x": 0}, rng=False, timeout=60) as checkpointer,
-    ):
-        warnings.simplefilter("error")
-        try:
-            return str(checkpointer.save(7))
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-
-
 def main() -> None:
     folder = Path(sys.argv[1])
     found: dict[str, Any] = {"early": outcome(lambda: Checkpointer(folder, {"x": 0}))}
     rank, _ = join()
-    cases = (not_shared, by_hand, held, signals, strict)
+    cases = (not_shared, held, signals)
     for case in cases:
         mine = folder / case.__name__
         mine.mkdir(exist_ok=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from support.damage import flip
 from support.ranks import join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -36,9 +37,7 @@ def main() -> None:
             shutil.rmtree(folder)
         elif not rank:
             newest = folder / "step-00000004.pt"
-            data = bytearray(newest.read_bytes())
-            data[len(data) // 2] ^= 1
-            newest.write_bytes(data)
+            flip(newest, newest.stat().st_size // 2)
             Path(url.removeprefix("file://"), f"{newest.name}.json").unlink()
         dist.barrier()
         mine.fill_(0)

@@ -45,6 +45,8 @@ def made(kind: str, count: int) -> nn.Module:
     model: Any = nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)
     )
+    if kind == "plain":
+        return model
     if kind == "ddp":
         model = DistributedDataParallel(model)
         model.register_comm_hook(count, in_order)

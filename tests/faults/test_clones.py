@@ -1,0 +1,158 @@
+"""Saves with a base on real file systems with reflinks: stock's bytes, few of them written."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import states
+import torch
+from mounts import Lab, fill, need, run
+from proofs import Proof
+from support import changing
+from victims import Zygote
+
+import fastserial
+from fastserial.saving.incremental import Base
+
+pytestmark = pytest.mark.timeout(3600)
+
+MiB = 1 << 20
+DISKS: dict[str, dict[str, Any]] = {
+    "xfs": {"mkfs": ["-m", "reflink=1"]},
+    "btrfs": {},
+}
+
+
+@pytest.fixture(params=DISKS)
+def disk(request: pytest.FixtureRequest, lab: Lab) -> Path:
+    """An empty file system with reflinks, of 640 MiB."""
+    need(f"mkfs.{request.param}", "losetup")
+    return lab.make(request.param, 640 * MiB, **DISKS[request.param])
+
+
+def written(folder: Path) -> int:
+    """Return the bytes that the file system has written to its device."""
+    run("sync", "-f", folder)
+    number = os.stat(folder).st_dev
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[4] == str(folder):
+            number = os.stat(after.split()[1]).st_rdev
+    node = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat")
+    return int(node.read_text().split()[6]) * 512
+
+
+def backbone(nbytes: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    frozen = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return {"frozen": frozen, "adapter": torch.zeros(MiB // 4), "step": 0}
+
+
+def check(state: Any, path: Path, other: Path) -> None:
+    """Compare a file with stock's."""
+    torch.save(state, other / path.name)
+    assert path.read_bytes() == (other / path.name).read_bytes()
+
+
+def test_little_is_written_and_little_space_is_taken(disk: Path, tmp_path: Path) -> None:
+    state = backbone(64 * MiB)
+    files = [disk / f"{number:02}.pt" for number in range(11)]
+    fastserial.save(state, files[0])
+    before, free = written(disk), os.statvfs(disk).f_bavail
+    for base, path in pairwise(files):
+        state["adapter"] += 1
+        report = fastserial.save(state, path, base=base)
+        assert report is not None
+        assert report.cloned > 64 * MiB - 8192
+        check(state, path, tmp_path)
+    taken = (free - os.statvfs(disk).f_bavail) * os.statvfs(disk).f_frsize
+    assert written(disk) - before < 10 * 4 * MiB
+    assert taken < 10 * 4 * MiB
+    for path in files[:-1]:  # each file is whole without the others
+        path.unlink()
+    assert fastserial.verify(files[-1], cold=True).ok
+
+
+def test_an_almost_full_disk_takes_what_has_changed(disk: Path, tmp_path: Path) -> None:
+    state, path = backbone(64 * MiB), disk / "x.pt"
+    fastserial.save(state, path)
+    fill(disk / "filler", 32 * MiB, "f_bavail")
+    state["adapter"] += 1
+    report = fastserial.save(state, path, base=path)
+    assert report is not None
+    assert report.cloned > 60 * MiB
+    check(state, path, tmp_path)
+
+
+@pytest.mark.proof("saves with a base, changed at random")
+@pytest.mark.trials(6, 1000)
+def test_random_sequences(
+    disk: Path, tmp_path: Path, dice: random.Random, proof: Proof, trials: int
+) -> None:
+    cloned = 0
+    for _ in range(trials):
+        base = None
+        options = {
+            "small_file": dice.choice([0, MiB]),
+            "direct": dice.choice([True, False, "auto"]),
+        }
+        with fastserial.options(durable=dice.random() < 0.3, **options):
+            for number, state in enumerate(changing.states(dice, 6)):
+                path = disk / f"{number % 2}.pt"
+                report = fastserial.save(state, path, base=base)
+                assert report is not None
+                cloned += report.cloned
+                check(state, path, tmp_path)
+                base = path
+        proof.count("stock's bytes, each of 6 files")
+    assert cloned > trials * MiB
+
+
+def test_a_base_that_is_replaced_during_the_save(
+    disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, path, base = backbone(16 * MiB), disk / "x.pt", disk / "y.pt"
+    fastserial.save(state, base)
+    clone = Base.clone
+
+    def replaced_before(self: Base, *arguments: Any) -> Any:
+        base.unlink()
+        base.write_bytes(b"another file")
+        return clone(self, *arguments)
+
+    monkeypatch.setattr(Base, "clone", replaced_before)
+    report = fastserial.save(state, path, base=base)
+    assert report is not None
+    assert report.cloned > 16 * MiB - 8192
+    check(state, path, tmp_path)
+
+
+@pytest.mark.proof("kill -9 during an overwriting save with a base")
+@pytest.mark.trials(8, 200)
+def test_kill(disk: Path, zygote: Zygote, dice: random.Random, proof: Proof, trials: int) -> None:
+    path, job = disk / "x.pt", {"nbytes": 6_000_000, "frozen": 32 * MiB, "report": True}
+    assert zygote.start(path, 1, 1, **job).wait() == 0
+    newest, hits = 1, 0
+    for _ in range(trials):
+        victim = zygote.start(path, newest + 1, 10_000, **job)
+        victim.await_line("start")
+        time.sleep(dice.uniform(0, dice.choice([0.02, 0.2, 0.4])))
+        victim.kill()
+        hits += victim.is_saving()
+        begun, found = victim.last("start"), states.check(path)
+        assert begun is not None
+        assert (victim.last("done") or newest) <= found <= begun
+        proof.count("new file whole" if found > newest else "old file whole")
+        after = zygote.start(path, found + 1, 1, **job)
+        assert after.wait() == 0
+        assert after.report()["cloned"] > 31 * MiB
+        assert states.listing(disk) == ["x.pt"]
+        newest = found + 1
+        assert torch.equal(torch.load(path)["frozen"], torch.arange(4 * MiB))
+    assert hits >= trials // 2

@@ -1,0 +1,282 @@
+"""Saves with a base: stock's bytes, and what is the same is cloned. tests/faults has real disks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import changing
+from torch.distributed.fsdp import fully_shard
+
+import fastserial
+from fastserial import Checkpointer, ConfigError, SaveReport
+from fastserial.formats.extents import Extent
+from fastserial.saving import incremental
+
+
+@pytest.fixture
+def reflinks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """A file system with reflinks: what is cloned is copied, and noted."""
+    ranges: list[tuple[int, int]] = []
+
+    def clone(fd: int, base: int, offset: int, nbytes: int) -> None:
+        assert offset % 4096 == nbytes % 4096 == 0
+        assert offset + nbytes <= os.fstat(base).st_size
+        os.pwrite(fd, os.pread(base, nbytes, offset), offset)
+        ranges.append((offset, nbytes))
+
+    monkeypatch.setattr(incremental, "clone_range", clone)
+    return ranges
+
+
+def save(state: Any, path: Path, base: Path | None, **arguments: Any) -> SaveReport:
+    """Save with a base, and check that the file is stock's."""
+    report = fastserial.save(state, path, base=base, **arguments)
+    assert report is not None
+    stocks = path.parent / "stock"
+    stocks.mkdir(exist_ok=True)
+    legacy = not arguments.get("zip_container", True)
+    torch.save(state, stocks / path.name, _use_new_zipfile_serialization=not legacy)
+    assert path.read_bytes() == (stocks / path.name).read_bytes()
+    assert report.bytes == path.stat().st_size
+    return report
+
+
+def backbone(nbytes: int = 20 << 20) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    frozen = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return {"frozen": frozen, "adapter": torch.zeros(100_000), "step": 0}
+
+
+@pytest.mark.trials(30, 1000)
+def test_random_sequences(
+    tmp_path: Path,
+    reflinks: list[tuple[int, int]],
+    dice: random.Random,
+    trials: int,
+) -> None:
+    cloned = 0
+    for _ in range(trials):
+        base = None
+        options = {
+            "small_file": dice.choice([0, 1 << 30]),
+            "block_size": dice.choice([4096, 1 << 20]),
+        }
+        with fastserial.options(durable=False, **options):
+            zipped = dice.random() < 0.7
+            for number, state in enumerate(changing.states(dice, 6)):
+                path = tmp_path / f"{number % 2}.pt"
+                cloned += save(state, path, base, zip_container=zipped).cloned
+                base = path
+    assert cloned == sum(nbytes for _, nbytes in reflinks)
+    assert cloned > trials * 1_000_000
+
+
+def test_most_of_an_adapter_run_is_cloned(tmp_path: Path, reflinks: list[tuple[int, int]]) -> None:
+    state, path = backbone(), tmp_path / "x.pt"
+    save(state, path, None)
+    state["adapter"] += 1
+    report = save(state, path, path)  # in its own place
+    assert 20 << 20 >= report.cloned > (20 << 20) - 8192
+    assert report.fallback is None
+    assert "cloned=20" in str(report)
+    assert fastserial.verify(path).ok
+
+
+@pytest.mark.parametrize("at", [5, 8 << 20, (20 << 20) - 1])
+@pytest.mark.parametrize("through", ["numpy", "data"])
+def test_what_is_changed_behind_the_version_counter_is_seen(
+    tmp_path: Path, reflinks: list[tuple[int, int]], through: str, at: int
+) -> None:
+    state, path = backbone(), tmp_path / "x.pt"
+    save(state, path, None)
+    frozen = state["frozen"]
+    version = frozen._version
+    view: Any = frozen.numpy() if through == "numpy" else frozen.data
+    view[at] ^= 1
+    assert frozen._version == version
+    assert save(state, path, path).cloned > 10 << 20
+
+
+def test_a_base_that_lacks_bytes(tmp_path: Path, reflinks: list[tuple[int, int]]) -> None:
+    state, path, base = backbone(), tmp_path / "x.pt", tmp_path / "b.pt"
+    save(state, base, None)
+    os.truncate(base, 11_000_001)
+    assert 0 < save(state, path, base).cloned <= 11_000_001
+    base.write_bytes(b"")
+    assert save(state, path, base).cloned == 0
+
+
+@pytest.mark.parametrize("name", ["missing.pt", ".", "pipe"])
+def test_what_is_no_base(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    report = save(backbone(100_000), tmp_path / "x.pt", tmp_path / name)
+    assert report.cloned == 0
+    assert (report.fallback or "").startswith("the base cannot be read") == (name == "missing.pt")
+
+
+@pytest.mark.parametrize("error", [errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOSPC])
+def test_where_nothing_can_be_cloned_all_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(incremental, "clone_range", refuse)
+    state, path = backbone(), tmp_path / "x.pt"
+    save(state, path, None)
+    report = save(state, path, path)
+    assert report.cloned == 0
+    assert report.fallback == f"nothing can be cloned from the base: {os.strerror(error)}"
+
+
+def test_a_file_system_without_reflinks() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        state, path = backbone(), Path(folder, "x.pt")
+        save(state, path, None)
+        report = save(state, path, path)
+    assert report.cloned == 0
+    assert (report.fallback or "").startswith("nothing can be cloned from the base: ")
+
+
+def test_an_interrupt_in_the_comparison_leaves_the_old_file(
+    tmp_path: Path, reflinks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, path = backbone(), tmp_path / "x.pt"
+    save(state, path, None)
+    before = path.read_bytes()
+
+    def interrupted(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(incremental, "clone_range", interrupted)
+    state["adapter"] += 1
+    with pytest.raises(KeyboardInterrupt):
+        fastserial.save(state, path, base=path)
+    assert path.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["stock", "x.pt"]
+
+
+def test_save_async_of_a_checkpointer(tmp_path: Path, reflinks: list[tuple[int, int]]) -> None:
+    model = torch.nn.Linear(1000, 1000)
+    model.requires_grad_(False)
+    head = torch.nn.Linear(1000, 10)
+    objects = {"model": model, "head": head}
+    with Checkpointer(tmp_path, objects, keep=1, incremental=True) as checkpointer:
+        reports = []
+        for step in range(3):
+            with torch.no_grad():
+                head.weight += 1
+            saving = checkpointer.save(step)
+            assert saving is not None
+            reports.append(saving.result())
+        assert [report.cloned > 3_900_000 for report in reports] == [False, True, True]
+    assert fastserial.verify(tmp_path / "step-00000002.pt").ok
+    with torch.no_grad():
+        model.weight.zero_()
+    with Checkpointer(tmp_path, objects) as checkpointer:
+        assert checkpointer.resume() == 2
+    assert model.weight.any()
+
+
+class TestVersion:
+    """`trust="version"`: what the counters do not show, one page of each piece may."""
+
+    @pytest.fixture
+    def read(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """The bytes of each comparison."""
+        lengths: list[int] = []
+        compare = incremental._Comparison.crc_of_same
+
+        def note(self: Any, piece: Extent, at: int) -> int | None:
+            lengths.append(piece.length)
+            return compare(self, piece, at)
+
+        monkeypatch.setattr(incremental._Comparison, "crc_of_same", note)
+        return lengths
+
+    def test_what_is_unchanged_is_not_read(
+        self, tmp_path: Path, reflinks: list[tuple[int, int]], read: list[int]
+    ) -> None:
+        state, path = backbone(), tmp_path / "x.pt"
+        save(state, path, None, trust="version")
+        for step in range(3):
+            state["adapter"] += 1
+            state["step"] = step
+            report = save({**state}, path, path, trust="version")
+            assert report.cloned > (20 << 20) - 8192
+        assert sum(read) <= 3 * (3 * 4096 + 400_000)
+        assert fastserial.verify(path).ok
+
+    def test_what_is_changed_is_written(
+        self, tmp_path: Path, reflinks: list[tuple[int, int]]
+    ) -> None:
+        state, path = backbone(), tmp_path / "x.pt"
+        save(state, path, None, trust="version")
+        state["frozen"][(20 << 20) - 5000] += 1
+        assert 16 << 20 <= save(state, path, path, trust="version").cloned < 17 << 20
+
+    def test_other_memory_is_compared(
+        self, tmp_path: Path, reflinks: list[tuple[int, int]], read: list[int]
+    ) -> None:
+        """A new storage, a base that was written by others, a base saved otherwise."""
+        state, path = backbone(), tmp_path / "x.pt"
+        save(state, path, None, trust="version")
+        state["frozen"] = state["frozen"].clone()
+        assert save(state, path, path, trust="version").cloned
+        assert max(read) == 8 << 20
+        read.clear()
+        data = path.read_bytes()
+        path.write_bytes(data)
+        assert save(state, path, path, trust="version").cloned
+        assert max(read) == 8 << 20
+        read.clear()
+        save(state, path, None)
+        assert save(state, path, path, trust="version").cloned
+        assert max(read) == 8 << 20
+
+    def test_checksums_that_were_not_made_are_made(
+        self, tmp_path: Path, reflinks: list[tuple[int, int]]
+    ) -> None:
+        state, path = backbone(), tmp_path / "x.pt"
+        torch.serialization.set_crc32_options(False)
+        try:
+            save(state, path, None, trust="version")
+            save(state, path, path, trust="version")
+        finally:
+            torch.serialization.set_crc32_options(True)
+        assert save(state, path, path, trust="version").cloned
+        assert fastserial.verify(path).ok
+
+    @pytest.mark.parametrize(("at", "seen"), [(8 << 20, True), ((8 << 20) + 70_000, False)])
+    def test_behind_the_counters(
+        self, tmp_path: Path, reflinks: list[tuple[int, int]], at: int, seen: bool
+    ) -> None:
+        """The control: the docs say that such changes may be missed; an optimizer's are not."""
+        state, path = backbone(), tmp_path / "x.pt"
+        save(state, path, None, trust="version")
+        state["frozen"].numpy()[at : at + 8192] += 1
+        fastserial.save(state, path, base=path, trust="version")
+        assert torch.equal(torch.load(path)["frozen"], state["frozen"]) == seen
+
+    def test_an_unknown_word(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="trust must be"):
+            fastserial.save({}, tmp_path / "x.pt", trust="faith")  # type: ignore[arg-type]
+
+
+def test_several_ranks_write_each_file_whole(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+        with pytest.raises(ConfigError, match="incremental=True is for one process"):
+            Checkpointer(tmp_path, {"model": model}, incremental=True)
+    finally:
+        dist.destroy_process_group()

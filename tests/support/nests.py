@@ -1,0 +1,48 @@
+"""Nests of containers, tensors and values: made anew, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from support.sharded import same_bytes
+
+
+def like(value: Any, make: Callable[[torch.Tensor], Any]) -> Any:
+    """Return a nest with other tensors."""
+    if isinstance(value, torch.Tensor):
+        return make(value)
+    if isinstance(value, dict):
+        return {key: like(item, make) for key, item in value.items()}
+    if isinstance(value, list):
+        return [like(item, make) for item in value]
+    return value
+
+
+def blank(value: Any) -> Any:
+    """Return a nest into which the same is loaded: zeros, and None for values."""
+    if isinstance(value, dict):
+        return {key: blank(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [blank(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        return torch.empty(value.shape, dtype=value.dtype).zero_()
+    return None
+
+
+def differing(found: Any, wanted: Any, key: str = "") -> list[str]:
+    """Return the keys at which two nests differ; of sharded tensors, in this rank's shards."""
+    if isinstance(wanted, dict | list):
+        items = wanted.items() if isinstance(wanted, dict) else enumerate(wanted)
+        if len(found) != len(wanted):
+            return [key]
+        return [
+            one for name, item in items for one in differing(found[name], item, f"{key}.{name}")
+        ]
+    shards = [getattr(one, "_local_tensor", getattr(one, "tensor", one)) for one in (found, wanted)]
+    if all(isinstance(one, torch.Tensor) for one in shards):
+        a, b = (one.resolve_conj().clone(memory_format=torch.contiguous_format) for one in shards)
+        return [] if same_bytes(a, b) else [key]
+    return [] if found == wanted else [key]
