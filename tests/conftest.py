@@ -21,59 +21,33 @@ _incomparable: list[str] = []
 
 # What `-m "not slow"` leaves out: folders, files and tests that start programs, mount file systems,
 # train, or run every object of the corpus (of these, `test_properties.py` has a sample).
-_SLOW = (
-    "bench/",
-    "checkpoints/test_archives_of_others.py::test_other_archives_of_torch",
-    "checkpoints/test_archives_of_others.py::test_what_is_whole_is_loaded",
-    "checkpoints/test_bad_input.py",
-    "checkpoints/test_convert.py::test_corpus",
-    "checkpoints/test_convert.py::test_memory",
-    "checkpoints/test_dcp_folders.py::test_any_flipped_bit_is_found_and_named",
-    "checkpoints/test_hostile_pickles.py",
-    "checkpoints/test_load_into.py::test_memory",
-    "checkpoints/test_open.py::test_corpus",
-    "checkpoints/test_open.py::test_slices",
-    "checkpoints/test_verification.py::test_every_changed_byte_of_a_zip_is_found",
-    "checkpoints/test_verification.py::test_more_than_4_gib",
-    "checkpoints/test_verification.py::test_what_stock_torch_writes_is_whole",
-    "cli/test_cli.py",
-    "compat/",
-    "deepspeed/",
-    "diagnosis/test_doctor.py",
-    "distributed/test_dcp_alone.py",
-    "distributed/test_dcp_ranks.py",
-    "distributed/test_dcp_with_stock.py",
-    "distributed/test_distributed_",
-    "distributed/test_kills.py",
-    "distributed/test_targets.py",
-    "distributed/test_unstepped.py",
-    "docs/",
-    "engines/test_io_uring.py",
-    "faults/",
-    "files/test_attributes.py",
-    "files/test_place.py::test_a_file_that_is_open_for_reading",
-    "files/test_place.py::test_system_calls",
-    "formats/test_pickles.py::test_values",
-    "formats/test_zip_layout.py::test_more_records_than_16_bits",
-    "gpu/",
-    "integrations/",
-    "loading/test_load.py",
-    "loading/test_load_damaged.py::test_random_damage",
-    "loading/test_small_loads.py::test_who_reads_them",
-    "overlap/test_hostile.py",
-    "overlap/test_memory.py",
-    "overlap/test_pending.py",
-    "package/",
-    "patching/test_install.py",
-    "saving/test_extent_writer.py::test_ranges_of_a_zip_among_processes",
-    "saving/test_foreign_writer.py",
-    "saving/test_identity.py",
-    "saving/test_writer.py::test_peak_memory_is_the_pool",
-    "test_interrupts.py::test_while",
-    "test_surroundings.py",
-    "torch_suite/",
-    "training/test_checkpointer_",
-    "training/test_mirror.py::test_kills",
+_SLOW = tuple(
+    """
+    bench/ compat/ deepspeed/ docs/ faults/ gpu/ integrations/ package/ torch_suite/
+    checkpoints/test_archives_of_others.py::test_other_archives_of_torch
+    checkpoints/test_bad_input.py
+    checkpoints/test_convert.py::test_memory
+    checkpoints/test_dcp_folders.py::test_any_flipped_bit_is_found_and_named
+    checkpoints/test_hostile_pickles.py
+    checkpoints/test_load_into.py::test_memory
+    checkpoints/test_open.py::test_corpus checkpoints/test_open.py::test_slices
+    checkpoints/test_verification.py::test_every_changed_byte_of_a_zip_is_found
+    checkpoints/test_verification.py::test_more_than_4_gib
+    checkpoints/test_verification.py::test_what_stock_torch_writes_is_whole
+    cli/test_cli.py diagnosis/test_doctor.py
+    distributed/test_dcp_alone.py distributed/test_dcp_ranks.py distributed/test_dcp_with_stock.py
+    distributed/test_distributed_ distributed/test_kills.py
+    distributed/test_targets.py distributed/test_unstepped.py
+    engines/test_io_uring.py files/test_attributes.py files/test_place.py::test_system_calls
+    formats/test_pickles.py::test_values
+    formats/test_zip_layout.py::test_more_records_than_16_bits
+    loading/test_load.py loading/test_load_damaged.py::test_random_damage
+    overlap/test_hostile.py overlap/test_memory.py overlap/test_pending.py
+    patching/test_install.py saving/test_foreign_writer.py saving/test_identity.py
+    saving/test_writer.py::test_peak_memory_is_the_pool
+    test_interrupts.py::test_while test_surroundings.py
+    training/test_checkpointer_ training/test_mirror.py::test_kills
+    """.split()
 )
 
 

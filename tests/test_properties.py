@@ -17,6 +17,7 @@ from support.forms import FULL
 from support.identity import TARGETS, both, digest, fast, stock
 
 import fastserial
+from fastserial.engines import survey
 
 EXAMPLES = settings(
     max_examples=1000 if FULL else 50,
@@ -36,6 +37,7 @@ SIZES = st.one_of(
         lambda n: st.integers(n - 130, n + 130)
     ),
 )
+ENGINES = [one.name for one in survey() if one.missing is None and one.name != "deepspeed"]
 OPTIONS = st.fixed_dictionaries(
     {
         "small_file": st.sampled_from([0, 1 << 20]),
@@ -44,6 +46,7 @@ OPTIONS = st.fixed_dictionaries(
         "queue_depth": st.integers(1, 8),
         "threads": st.integers(1, 4),
         "durable": st.booleans(),
+        "engine": st.sampled_from(ENGINES),
     }
 )
 PLAIN = st.one_of(

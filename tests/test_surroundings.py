@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,45 +12,10 @@ import torch
 from support.identity import fast
 from support.processes import run
 
-import fastserial
 from fastserial import config
-from fastserial.engines import Request
-from fastserial.engines.threads import ThreadsEngine
 
 BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 2}
 STATE = {"a": torch.arange(300_000)}
-
-
-class _Flags(ThreadsEngine):
-    """Notes the flags of the descriptors that are written to."""
-
-    seen: set[int]
-
-    def submit(self, requests: Any) -> None:
-        request: Request
-        for request in requests:
-            self.seen.add(fcntl.fcntl(request.fd, fcntl.F_GETFL))
-        super().submit(requests)
-
-
-@pytest.mark.parametrize("flag", [os.O_SYNC, os.O_DSYNC, 0])
-@pytest.mark.parametrize("use_zip", [True, False])
-def test_a_file_object_stays_synchronous(tmp_path: Path, flag: int, use_zip: bool) -> None:
-    def engine(threads: int) -> _Flags:
-        made = _Flags(threads)
-        made.seen = seen
-        return made
-
-    seen: set[int] = set()
-    fd = os.open(tmp_path / "f.pt", os.O_RDWR | os.O_CREAT | flag)
-    direct = {**BLOCKS, "engine": engine, "cache": "drop"}  # whatever the device was found to be
-    with os.fdopen(fd, "wb") as file, fast(**direct):
-        torch.save(STATE, file, _use_new_zipfile_serialization=use_zip)
-    assert seen
-    assert all(flags & os.O_SYNC == flag for flags in seen)
-    report = fastserial.last_save_report()
-    assert report is not None
-    assert report.direct is any(flags & os.O_DIRECT for flags in seen)
 
 
 def test_nothing_is_logged_for_a_save_and_a_load_that_went_well(

@@ -15,15 +15,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from support.damage import flip
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
-from fastserial import convert, inspect, options, verify
-from fastserial.checkpoints.convert import FileMemory
+from fastserial import convert, inspect, verify
 from fastserial.checkpoints.verify import checkpoints_in
 from fastserial.cli.main import app
 from fastserial.distributed import FastStorageReader, FastStorageWriter
-from fastserial.distributed.conversion import ChunkedMemory, StoredChunk
-from fastserial.distributed.sharding.boxes import Box
 from fastserial.errors import ConvertError, CorruptCheckpointError, WriteError
 
 WRITERS = ["dcp", "stock"]
@@ -297,54 +296,102 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
                 {"a": torch.ones(3)})  # fmt: skip
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_tensor_from_its_parts(turned: bool, tmp_path: Path) -> None:
-    """Parts in several files, in any order of their elements; bytes from anywhere to anywhere."""
-    chance = random.Random(3)
-    for case in range(20):
-        shape = [chance.randrange(1, 7) for _ in range(chance.randrange(1, 4))]
-        whole = torch.randint(0, 2**15, shape, dtype=torch.int16)
-        axis, parts, opened = chance.randrange(len(shape)), [], []
-        for number, part in enumerate(whole.split(chance.randrange(1, 5), axis)):
-            order = list(range(part.dim()))
-            chance.shuffle(order)
-            stored = part.permute(order).contiguous() if turned else part.contiguous()
-            path = tmp_path / f"{case} {number}"
-            path.write_bytes(b"head" + stored.numpy().tobytes())
-            back = [order.index(dim) for dim in range(part.dim())]
-            strides = tuple(stored.permute(back).stride()) if turned else None
-            offsets = [0] * len(shape)
-            offsets[axis] = number * whole.split(parts[0].box.sizes[axis], axis)[0].shape[axis] \
-                if parts else 0  # fmt: skip
-            box = Box((*offsets, 0), (*part.shape, 2))
-            opened.append(os.open(path, os.O_RDONLY))
-            parts.append(StoredChunk(FileMemory(opened[-1], 4, part.numel() * 2), box, strides))
-        memory = ChunkedMemory((*shape, 2), parts)
-        data = whole.numpy().tobytes()
-        for _ in range(10):
-            first = chance.randrange(len(data))
-            length = chance.randrange(1, len(data) - first + 1)
-            out = torch.zeros(length, dtype=torch.uint8)
-            memory.copy_to(out.data_ptr(), first, length)
-            assert out.numpy().tobytes() == data[first : first + length]
-        for fd in opened:
-            os.close(fd)
+# -- ranks with checkpoints of their own ----------------------------------------------------------
 
 
-def test_memory_stays_small(tmp_path: Path) -> None:
-    """A block of the file at a time, whatever the size: the writer's buffers are all."""
-    save({"a": torch.ones(6 << 20), "b": torch.ones(2 << 20)}, tmp_path / "folder", "dcp")
-    asked: list[int] = []
-    made = torch.empty
+def save_alone(rank: int, state: dict[str, Any], path: Path) -> None:
+    """Save as a rank does with `use_collectives=False`."""
+    writer, planner = FastStorageWriter(path), DefaultSavePlanner()
+    writer.set_up_storage_writer(True, rank=rank, use_collectives=False)
+    planner.set_up_planner(state, writer.storage_meta(), True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([plan])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    writer.finish(metadata, [writer.write_data(plan, planner).wait()])
 
-    def empty(*args: Any, **kwargs: Any) -> Any:
-        out = made(*args, **kwargs)
-        asked.append(out.untyped_storage().nbytes() if out.device.type == "cpu" else 0)
-        return out
 
-    with pytest.MonkeyPatch.context() as patch, options(block_size=1 << 20):
-        patch.setattr(torch, "empty", empty)
+# -- ranks with checkpoints of their own -----------------------------------------------------------
+
+
+def test_ranks_with_checkpoints_of_their_own(tmp_path: Path) -> None:
+    for rank in range(2):
+        state = {"w": torch.ones(5 + rank), f"of {rank}": torch.ones(3), "step": 3}
+        save_alone(rank, state, tmp_path / "folder")
+    report = verify(tmp_path / "folder")
+    assert report.ok, report
+    assert not report.notes
+    found = inspect(tmp_path / "folder")
+    assert [(one.key, one.shape, one.kind) for one in found.tensors] == [
+        ("w", (5,), "tensor, in __0.metadata"),
+        ("of 0", (3,), "tensor, in __0.metadata"),
+        ("w", (6,), "tensor, in __1.metadata"),
+        ("of 1", (3,), "tensor, in __1.metadata"),
+    ]
+    assert found.values == 2
+    assert len(found.records) == 6
+    assert "2 ranks, each with a checkpoint of its own" in found.notes
+    output = CliRunner().invoke(app, ["inspect", str(tmp_path / "folder")])
+    assert output.exit_code == 0
+    with pytest.raises(ConvertError, match=r"folder: each rank saved .* of its own"):
         convert(tmp_path / "folder", tmp_path / "file.pt")
-        convert(tmp_path / "file.pt", tmp_path / "new", "dcp")
-    assert max(asked) <= 12 << 20
-    assert verify(tmp_path / "new").status == "ok"
+    assert not (tmp_path / "file.pt").exists()
+
+
+# -- to a folder -----------------------------------------------------------------------------------
+
+
+def odd_states() -> dict[str, tuple[Any, str]]:
+    return {
+        "joined": ({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, r"same one \(.*a\.b\)"),
+        "number": ({1: torch.ones(1), "1": torch.ones(2)}, r"same one \(.*1\)"),
+        "sparse": (
+            {"x": {"s": torch.eye(5).to_sparse()}},
+            r"entry 'x\.s' .* layout torch.sparse_coo",
+        ),
+        "meta": (
+            {"m": torch.empty(3, device="meta")},
+            r"entry 'm' .* without memory \(device meta\)",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", list(odd_states()))
+def test_what_a_folder_cannot_hold(name: str, tmp_path: Path) -> None:
+    state, text = odd_states()[name]
+    torch.save(state, tmp_path / "file.pt")
+    target = tmp_path / "new" / "folder"
+    with pytest.raises(ConvertError, match=rf"file\.pt: .*{text}.*--key") as caught:
+        convert(tmp_path / "file.pt", target, "dcp")
+    assert os.listdir(tmp_path) == ["file.pt"], "something is left of the target"
+    assert "\n" not in str(caught.value)
+
+
+# -- what a folder does not tell by itself ---------------------------------------------------------
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_what_a_folder_does_not_keep(tmp_path: Path) -> None:
+    """Integer keys and shared memory, as in stock's tools; a warning names the keys."""
+    model, optimizer = trained()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "folder", "dcp")
+    assert verify(tmp_path / "folder").ok
+    with pytest.warns(UserWarning, match=r"'optimizer\.state\.0\.\w+' and \d+ more are text"):
+        convert(tmp_path / "folder", tmp_path / "y.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_to_torch_save(str(tmp_path / "folder"), str(tmp_path / "stock.pt"))
+    for name in ("y", "stock"):
+        found = torch.load(tmp_path / f"{name}.pt", weights_only=False)
+        assert list(found["optimizer"]["state"]) == ["0", "1", "2"]
+        assert torch.equal(found["model"]["0.weight"], model[0].weight)
+        assert torch.equal(found["model"]["1.weight"], model[0].weight)

@@ -12,8 +12,6 @@ from torch import nn
 
 from fastserial.checkpoints.inspect import Inspection, inspect
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
-from fastserial.formats.pickles import Call, Decoded, Global, Limits, Mapping, Persistent
-from fastserial.formats.tensors import Outline, outline
 
 FORMATS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 
@@ -79,12 +77,6 @@ def test_views_shared_storages_and_waste(tmp_path: Path, zipped: bool) -> None:
     assert found.wasted_bytes == big.wasted_bytes == 7720
 
 
-def test_the_plain_tensor(tmp_path: Path) -> None:
-    found = saved(torch.ones(3), tmp_path / "x.pt")
-    assert [tensor.key for tensor in found.tensors] == [""]
-    assert found.to_dict()["tensors"][0]["offset"] == found.storages[0].offset
-
-
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
@@ -120,15 +112,6 @@ def test_damaged_first_bytes_are_damage(tmp_path: Path) -> None:
         inspect(path)
 
 
-def test_tensors_that_are_not_listed_are_counted(tmp_path: Path) -> None:
-    path = tmp_path / "f.pt"
-    one = torch.ones(2, dtype=torch.complex64).conj()
-    torch.save({str(number): one for number in range(150)}, path)
-    notes = inspect(path).notes
-    assert len(notes) == 101
-    assert notes[-1] == "and 50 more tensors that are not listed"
-
-
 def test_safetensors(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     state = {"w": torch.arange(6.0).view(3, 2), "b.c": torch.zeros(2, dtype=torch.bfloat16)}
@@ -144,75 +127,3 @@ def test_safetensors(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CorruptCheckpointError):
         inspect(path)
-
-
-# -- hostile pickles -----------------------------------------------------------------------------
-
-
-def of(value: Any, *persistents: Persistent, limits: Limits | None = None) -> Outline:
-    return outline(Decoded(value, frozenset(), list(persistents), 0), limits)
-
-
-def tensor_of(*arguments: Any) -> Call:
-    return Call(Global("torch._utils", "_rebuild_tensor_v2"), arguments)
-
-
-STORAGE = Persistent(("storage", Global("torch", "FloatStorage"), "0", "cpu", 10))
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (STORAGE, 0, (11,), (1,)),
-        (STORAGE, 8, (3,), (1,)),
-        (STORAGE, 0, (2, 6), (5, 1)),
-        (STORAGE, -1, (2,), (1,)),
-        (STORAGE, 2**70, (2,), (1,)),
-        (STORAGE, 0, (-2,), (1,)),
-        (STORAGE, 0, (2, 2), (1,)),
-        (STORAGE, 0, "ab", "cd"),
-        (STORAGE, 0, (2**64,), (1,)),
-        (STORAGE, 0, ([],), ([],)),
-        (None, 0, (2,), (1,)),
-        (STORAGE,),
-        (),
-    ],
-)
-def test_impossible_tensors_are_reported(arguments: tuple[Any, ...]) -> None:
-    found = of(Mapping([("w", tensor_of(*arguments))]), STORAGE)
-    assert not found.tensors
-    assert len(found.problems) == 1
-    assert found.notes[0].startswith("tensor w: ")
-
-
-@pytest.mark.parametrize(
-    "pid",
-    [
-        (),
-        ("storage",),
-        ("storage", "FloatStorage", "0", "cpu", 1),
-        ("storage", Global("torch", "NoStorage"), "0", "cpu", 1),
-        ("storage", Global("torch", "FloatStorage"), 0, "cpu", 1),
-        ("storage", Global("torch", "FloatStorage"), "0", None, 1),
-        ("storage", Global("torch", "FloatStorage"), "0", "cpu", -1),
-        ("storage", Global("torch", "FloatStorage"), "0", "cpu", 2**64),
-        ("storage", Global("torch", "FloatStorage"), "0", "cpu", 1.5),
-    ],
-)
-def test_impossible_storages_are_errors(pid: Any) -> None:
-    with pytest.raises(CorruptCheckpointError):
-        of(None, Persistent(pid))
-
-
-def test_storages_that_disagree_are_an_error() -> None:
-    other = Persistent(("storage", Global("torch", "FloatStorage"), "0", "cpu", 11))
-    with pytest.raises(CorruptCheckpointError, match="40 and with 44"):
-        of(None, STORAGE, other)
-
-
-def test_values_that_multiply_are_cut_off() -> None:
-    value: Any = [tensor_of(STORAGE, 0, (2,), (1,))]
-    for _ in range(60):
-        value = [value, value]
-    found = of(value, STORAGE, limits=Limits(visits=10_000))
-    assert not found.complete

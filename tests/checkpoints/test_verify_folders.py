@@ -12,7 +12,6 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from fastserial import verify
 from fastserial.checkpoints.verify.file_list import MARK
 from fastserial.cli import verify as verify_module
 
@@ -59,26 +58,6 @@ def test_weights_that_are_cut(tmp_path: Path) -> None:
     assert status == 1
     assert [name for name in found if found[name]["status"] != "ok"] == ["model.safetensors"]
     assert "the file at 100000" in found["model.safetensors"]["problems"][0]["message"]
-
-
-def test_every_cut_and_every_change_of_the_header(tmp_path: Path) -> None:
-    """What is called damaged is what safetensors refuses, too."""
-    path = tmp_path / "x.safetensors"
-    safetensors_torch.save_file({"a": torch.ones(3), "b": torch.ones(2, 2)}, path)
-    whole = path.read_bytes()
-    end = 8 + int.from_bytes(whole[:8], "little")
-    for size in range(1, len(whole)):
-        path.write_bytes(whole[:size])
-        assert verify(path).status == "damaged", size
-    path.write_bytes(whole + b"x")
-    assert verify(path).status == "damaged"
-    for at in range(end):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        try:
-            safetensors_torch.load_file(path)
-        except Exception:
-            continue  # ours may still pass: a key, say, that is no longer UTF-8
-        assert verify(path).ok, at
 
 
 @pytest.mark.parametrize("harm", ["missing", "shorter", "torn"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -12,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.processes import python
 
-import fastserial
 from fastserial.cli import main
 from fastserial.printable import printable
 
-ROOT = Path(fastserial.__file__).resolve().parent.parent
 HOSTILE = (
     "\x1b[2J\x1b]0;title\x07 \r\n| forged | row | [red]m[/red] [/] :x: "
     "\x00\x7f\x9b31m\u2028\u2029\u202ertl\u200b\ufeff\ud800\udcff end"
@@ -120,32 +118,11 @@ def test_hostile_paths(command: Command, tmp_path: Path) -> None:
 # -- exit status and words -----------------------------------------------------------------------
 
 
-def test_inspect_tells_unreadable_from_damaged(command: Command, tmp_path: Path) -> None:
-    text, empty, whole, cut = (tmp_path / name for name in ("t.txt", "e.pt", "w.pt", "c.pt"))
-    text.write_text("hello world")
-    empty.touch()
-    torch.save({"a": torch.ones(2)}, whole)
-    cut.write_bytes(whole.read_bytes()[:-1])
-    assert command("inspect", whole)[0] == 0
-    (tmp_path / "folder").mkdir()
-    for path in (text, empty, tmp_path / "folder", "/dev/null"):
-        status, out, err = command("inspect", path)
-        assert (status, out) == (2, "")
-        assert err.startswith("unreadable: ")
-    status, _, err = command("inspect", cut)
-    assert status == 1
-    assert err.startswith("damaged: ")
-    assert command("inspect", tmp_path / "missing")[0] == 2
-
-
 def test_without_torch(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['torch'] = None; from fastserial.cli.main import main; "
         f"sys.argv = ['fastserial', 'convert', {str(tmp_path / 'a')!r}, {str(tmp_path / 'b')!r}]; "
         "main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr == "error: this needs torch, which is not installed: pip install torch\n"
+    done = python("-c", program, code=2)
+    assert done.err == "error: this needs torch, which is not installed: pip install torch\n"

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
-import errno
-import fcntl
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.processes import Ended, python
 
 import fastserial
 from fastserial.cli.doctor import show
 from fastserial.config import Config
 from fastserial.diagnosis import examine as examine_module
-from fastserial.diagnosis import folder as folder_module
 from fastserial.diagnosis.examine import Boot, Diagnosis, Finding, Torch, examine, judge
 from fastserial.diagnosis.folder import FolderFacts, probe_folder
 from fastserial.engines import EngineStatus
@@ -30,9 +24,6 @@ from fastserial.errors import FastserialError
 from fastserial.files import linux
 from fastserial.files.linux import DirectAlignment
 from fastserial.memory import huge_pages
-
-ROOT = Path(fastserial.__file__).resolve().parent.parent
-OLD = (1_000_000_000, 1_000_000_000)
 
 
 @pytest.fixture(autouse=True)
@@ -65,15 +56,8 @@ def only(found: Diagnosis, **options: Any) -> Finding:
     return finding
 
 
-def command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run(
-        [sys.executable, "-m", "fastserial", "doctor", *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def command(*words: str) -> Ended:
+    return python("-m", "fastserial", "doctor", *words, code=None)
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -81,8 +65,8 @@ def command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def test_json(tmp_path: Path) -> None:
     done = command(str(tmp_path), "--json")
-    found = json.loads(done.stdout)
-    assert done.returncode == (0 if found["fast"] else 1), done.stderr
+    found = json.loads(done.out)
+    assert done.code == (0 if found["fast"] else 1), done.err
     assert found["torch"]["version"] == torch.__version__
     assert found["torch"]["patch"]
     assert found["torch"]["self_check"] is None
@@ -104,51 +88,20 @@ def test_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_folder_missing(tmp_path: Path) -> None:
     done = command(str(tmp_path / "missing"))
-    assert done.returncode == 2
-    assert "is not a directory" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.code == 2
+    assert "is not a directory" in done.err
+    assert "Traceback" not in done.err
     with pytest.raises(FastserialError, match="not a directory"):
         examine(Path(__file__))
 
 
-def test_options_from_the_environment() -> None:
-    done = command("--json", FASTSERIAL_BLOCK_SIZE="1MiB", FASTSERIAL_BLOKSIZE="1")
-    found = json.loads(done.stdout)
-    options = {option["name"]: option for option in found["options"]}
-    assert options["block_size"] == {
-        "name": "block_size",
-        "value": 1 << 20,
-        "source": "FASTSERIAL_BLOCK_SIZE",
-    }
-    assert found["unknown_variables"] == ["FASTSERIAL_BLOKSIZE"]
-    assert done.returncode == 0
-
-
-def with_torch(prepare: str) -> subprocess.CompletedProcess[str]:
-    """Run the command after these lines of Python."""
-    program = f"{prepare}\nfrom fastserial.cli.main import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", program, "doctor"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_torch_that_does_not_fit() -> None:
-    done = with_torch("import torch.serialization as s; s._save = lambda *a, **k: None")
-    assert done.returncode == 1
-    assert "stay stock" in done.stdout
-    assert "fastserial patches" in done.stdout
-
-
-def test_torch_missing(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('no torch today')\n")
-    done = with_torch(f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
-    assert done.returncode == 1, done.stderr
-    assert "no torch today" in done.stdout
-    assert "pip install torch" in done.stdout
+    prepare = "import torch.serialization as s; s._save = lambda *a, **k: None"
+    program = f"{prepare}\nfrom fastserial.cli.main import main; main()"
+    done = python("-c", program, "doctor", code=None)
+    assert done.code == 1
+    assert "stay stock" in done.out
+    assert "fastserial patches" in done.out
 
 
 # --- in this process --------------------------------------------------------------------------
@@ -168,68 +121,12 @@ def test_leaves_torch_as_it_was() -> None:
     assert (option.value, option.source) == (2, "options()")
 
 
-@contextlib.contextmanager
-def small_pages() -> Iterator[None]:
-    """No huge pages for this process."""
-    prctl = ctypes.CDLL(None).prctl
-    before = prctl(huge_pages.PR_GET_THP_DISABLE, 0, 0, 0, 0)
-    assert prctl(41, 1, 0, 0, 0) == 0  # PR_SET_THP_DISABLE
-    try:
-        yield
-    finally:
-        prctl(41, before, 0, 0, 0)
-
-
-def test_huge_pages_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with small_pages():
-        assert "PR_SET_THP_DISABLE" in str(examine().small_pages)
-    switch = tmp_path / "enabled"
-    monkeypatch.setattr(huge_pages, "SWITCH", switch)
-    assert "no transparent huge pages" in str(examine().small_pages)
-    for setting, refused in [
-        ("[always] madvise never", False),
-        ("always [madvise] never", False),
-        ("always madvise [never]", True),
-    ]:
-        switch.write_text(setting + "\n")
-        assert (examine().small_pages is not None) is refused
-
-
 # --- the folder -------------------------------------------------------------------------------
 
 
 def test_probe_finds_a_folder_that_takes_no_file() -> None:
     found = probe_folder(Path("/proc"))
     assert found.problem
-
-
-def test_leftovers(tmp_path: Path) -> None:
-    names = [f".model.pt.fastserial-{slot}.tmp" for slot in (0, 1, 12)]
-    others = [
-        "model.pt",
-        ".model.pt.fastserial-.tmp",
-        "x.fastserial-0.tmp",
-        ".young.fastserial-0.tmp",
-    ]
-    for name in [*names, *others]:
-        (tmp_path / name).write_bytes(b"")
-        if "young" not in name:
-            os.utime(tmp_path / name, OLD)
-    (tmp_path / ".folder.fastserial-0.tmp").mkdir()
-    (tmp_path / ".link.fastserial-0.tmp").symlink_to(tmp_path / names[0])
-    with (tmp_path / names[1]).open("rb") as owner:
-        fcntl.flock(owner, fcntl.LOCK_EX)
-        assert folder_module.leftovers(tmp_path) == (names[0], names[2])
-    assert set(folder_module.leftovers(tmp_path)) == set(names)
-    assert all((tmp_path / name).exists() for name in names)
-
-
-def test_direct_io_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-    monkeypatch.setattr(linux, "reopen", refuse)
-    assert probe_folder(tmp_path).direct_problem == "Invalid argument"
 
 
 # --- the findings -----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.blocks import RUN, BadPage, blocks_of
+from support.blocks import RUN, blocks_of
 from support.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,19 +56,3 @@ def test_blocks_say_what_they_are() -> None:
         if block.language not in known
     ]
     assert not odd, "\n".join(odd)
-
-
-def test_a_failing_block_fails_its_page(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("```sh\nfalse | true\n```\n")
-    assert run("docs_page", page, code=None, cwd=tmp_path).code != 0
-
-
-@pytest.mark.parametrize(
-    "text", ["```python\nx = 1\n", "<!-- not run: slow -->\nText.\n\n```sh\nfalse\n```\n"]
-)
-def test_a_page_with_a_slip_is_refused(tmp_path: Path, text: str) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(text)
-    with pytest.raises(BadPage):
-        blocks_of(page)

@@ -51,16 +51,6 @@ def test_one_thing(machine: Path, file: str, expected: str) -> None:
     assert expected in lack
 
 
-def test_library(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the op comes built; then no tool is needed."""
-    monkeypatch.setattr(aio_op, "_loads", lambda library: False)
-    (machine / "deepspeed" / "ops" / "aio").mkdir(parents=True)
-    (machine / "deepspeed" / "ops" / "aio" / "async_io_op.cpython-311.so").touch()
-    for name in ("c++", "ninja"):
-        (machine / "bin" / name).unlink()
-    assert aio_op.missing() == ["libaio.so.1 is not installed: apt-get install libaio-dev"]
-
-
 @pytest.mark.parametrize("spec", [None, importlib.machinery.ModuleSpec("deepspeed", None)])
 def test_deepspeed(machine: Path, monkeypatch: pytest.MonkeyPatch, spec: Any) -> None:
     """Not installed, or only a folder of this name: the engine says what to install."""
@@ -69,12 +59,6 @@ def test_deepspeed(machine: Path, monkeypatch: pytest.MonkeyPatch, spec: Any) ->
         engines.create("deepspeed", 4)
     with pytest.raises(EngineUnavailableError, match="pip install"):
         aio_op.load_op()
-
-
-def test_no_locked_memory(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastserial.engines.deepspeed.engine.may_lock", lambda nbytes: False)
-    with pytest.raises(EngineUnavailableError, match="ulimit -l unlimited"):
-        engines.create("deepspeed", 4)
 
 
 def test_looking_imports_nothing() -> None:

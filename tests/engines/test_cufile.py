@@ -5,21 +5,14 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import inspect
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.cufile import FakeCuFile
-from support.processes import PROGRAMS, run
 
 from fastserial.engines.gds import cufile
-from fastserial.memory.buffers import DIRECT
-
-STUB = PROGRAMS / "engines" / "cufile_stub.c"
 
 
 def test_asking_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,31 +71,3 @@ def test_the_error_of_an_errno(module: Any) -> None:
     """It has no name among cuFile's errors: we take a `ValueError` for it."""
     with pytest.raises(ValueError, match="5"):
         module.cuFileError(5)
-
-
-@pytest.fixture(scope="module")
-def stub(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that the package takes for cuFile's."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler (cc)")
-    library = tmp_path_factory.mktemp("stub") / "libcufile.so.0"
-    options = ("-Wall", "-Werror", "-shared", "-fPIC", f"-Wl,-soname,{library.name}")
-    subprocess.run([compiler, *options, STUB, "-o", library], check=True)
-    return library
-
-
-@pytest.mark.parametrize("fault", ["", "3 -5008", "4 -1"])
-@pytest.mark.parametrize("word", DIRECT)
-def test_the_package(stub: Path, tmp_path: Path, word: str, fault: str) -> None:
-    """A save and a load, through the package itself."""
-    fault_of_stub = {"CUFILE_STUB_FAULT": fault}
-    ended = run("past_the_host", stub, word, tmp_path, variables=fault_of_stub, timeout=100)
-    saved, loaded = ended.out.splitlines()
-    asked = "asked for" if word == "gds" else f"{word} is taken as gds"
-    assert loaded.startswith(f"gds: {asked}: cuFile 99.99")
-    if fault:
-        assert saved.startswith(f"cpu_async_gpu: {word}: cuFile")
-        assert ("(5008)" if "5008" in fault else "an error of the file system") in saved
-    else:
-        assert saved == loaded

@@ -9,7 +9,7 @@ import pytest
 from support.engine_tests import EngineTests
 
 from fastserial import engines
-from fastserial.engines import Engine, Op, Request
+from fastserial.engines import Engine
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine
 from fastserial.engines.io_uring import IoUringEngine
 from fastserial.engines.threads import ThreadsEngine
@@ -70,12 +70,3 @@ def test_survey_names_every_engine() -> None:
     found = {status.name: status for status in engines.survey()}
     assert {"threads", "deepspeed"} <= set(found)
     assert found["threads"].missing is None
-
-
-def test_where_the_rest_of_a_read_into_pieces_goes() -> None:
-    memory = [memoryview(bytearray(size)) for size in (3, 5, 2)]
-    request = Request(Op.READ, 0, 0, 10, None, pieces=memory)  # type: ignore[arg-type]
-    for done in range(11):
-        assert sum(map(len, request.rest(done))) == 10 - done
-    request.rest(4)[0][0] = 7
-    assert bytes(memory[1]) == b"\0\7\0\0\0"

@@ -6,7 +6,6 @@ here looks for its faults, and the seeded bugs at the end must be found.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,13 +16,10 @@ import torch
 from support.corpus import noise
 from support.cufile import FakeCuFile, cufile_on
 from support.devices import FakeDevice, loaded_to
-from support.identity import stock
+from support.identity import last_save, stock
+from support.loading import last_report
 
 import fastserial
-from fastserial import LoadReport, SaveReport, WriteError
-from fastserial.engines.gds import memory as direct_memory
-from fastserial.engines.gds.cufile import DirectTransferError
-from fastserial.engines.threads import ThreadsEngine
 from fastserial.memory import buffers as ring_module
 from fastserial.memory import storages
 
@@ -69,18 +65,6 @@ def state() -> dict[str, torch.Tensor]:
     return {**values, "view": values["large"][5:50], "byte": torch.arange(7, dtype=torch.uint8)}
 
 
-def saved() -> SaveReport:
-    found = fastserial.last_save_report()
-    assert found is not None
-    return found
-
-
-def loaded() -> LoadReport:
-    found = fastserial.last_load_report()
-    assert found is not None
-    return found
-
-
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -103,10 +87,10 @@ def test_saves(tmp_path: Path, plug: Plug, word: str, zipped: bool) -> None:
         torch.save(value, path, _use_new_zipfile_serialization=zipped)
         assert path.read_bytes() == wanted, seed
         assert fake.device.faults == []
-        assert fake.moved >= 300_000, saved()
-        assert (saved().transfer, saved().direct) == ("gds", True)
+        assert fake.moved >= 300_000, last_save()
+        assert (last_save().transfer, last_save().direct) == ("gds", True)
         asked = "asked for" if word == "gds" else f"{word} is taken as gds"
-        assert saved().transfer_why == f"{asked}: cuFile 1.17"
+        assert last_save().transfer_why == f"{asked}: cuFile 1.17"
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -121,8 +105,8 @@ def test_loads(tmp_path: Path, plug: Plug, word: str, zipped: bool) -> None:
         assert fake.device.faults == []
         assert fake.moved >= 300_000
         assert not any(stream.steps for stream in fake.device._streams)
-        assert (loaded().transfer, loaded().fallback) == ("gds", None)
-        assert loaded().direct_bytes >= fake.moved
+        assert (last_report().transfer, last_report().fallback) == ("gds", None)
+        assert last_report().direct_bytes >= fake.moved
 
 
 def test_after_the_programs_kernels(tmp_path: Path, plug: Plug) -> None:
@@ -148,17 +132,7 @@ def test_after_the_programs_kernels(tmp_path: Path, plug: Plug) -> None:
         assert same(target, wanted)
         device.finish()
         assert same(target, wanted)
-        assert loaded().transfer == "gds"
-
-
-def test_verified_loads_are_read_by_the_host(tmp_path: Path, plug: Plug) -> None:
-    value, path = state(), tmp_path / "a.pt"
-    stocks(value, path)
-    fake = plug(1)
-    fastserial.install(**SMALL, transfer="gds", verify_on_load=True)
-    assert same(torch.load(path, map_location=HERE), value)
-    assert loaded().verified
-    assert not fake.moved
+        assert last_report().transfer == "gds"
 
 
 # --- what goes wrong ----------------------------------------------------------------------------
@@ -177,15 +151,15 @@ def test_counts(tmp_path: Path, plug: Plug, fault: Any) -> None:
             torch.save(value, path)
         assert path.read_bytes() == wanted
         goes_on = fault == "short"
-        assert (saved().transfer == "gds") == goes_on, saved()
+        assert (last_save().transfer == "gds") == goes_on, last_save()
         fake.faults = {fake.transfers + number: fault}
         ring_module._warned.clear()
         with _warned(fault):
             found = torch.load(path, map_location=HERE)
         assert same(found, value)
-        assert (loaded().transfer == "gds") == goes_on, loaded()
+        assert (last_report().transfer == "gds") == goes_on, last_report()
         if fault == -5008:
-            assert "GDS is not supported on the current file (5008)" in loaded().transfer_why
+            assert "GDS is not supported on the current file (5008)" in last_report().transfer_why
         assert fake.device.faults == []
 
 
@@ -193,30 +167,6 @@ def _warned(fault: Any) -> Any:
     if fault == "short":
         return fastserial.options()
     return pytest.warns(UserWarning, match="transfer 'gds': cuFile.*from there on")
-
-
-@pytest.mark.filterwarnings("ignore:transfer ")
-def test_a_disk_that_fails(tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's error is raised, with cuFile's as its cause, and the old file stays."""
-    path = tmp_path / "a.pt"
-    path.write_bytes(b"old")
-    fake = plug(1)
-    fake.faults[3] = -5044
-
-    def transfer(request: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(direct_memory, "transfer", transfer)
-    fastserial.install(**SMALL, transfer="gds")
-    with pytest.raises(WriteError) as caught:
-        torch.save(state(), path)
-    assert (caught.value.errno, caught.value.filename) == (28, str(path))
-    cause = caught.value.__cause__
-    assert cause is not None
-    assert isinstance(cause.__cause__, DirectTransferError)
-    assert cause.__cause__.status == 5044
-    assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["a.pt"]
 
 
 # --- whether it can be had ----------------------------------------------------------------------
@@ -242,9 +192,9 @@ def test_refused_at_the_start(
     with pytest.warns(UserWarning, match=f"transfer 'gpu_batch': {said}"):
         torch.save(value, path)
     assert path.read_bytes() == wanted
-    assert saved().transfer == "cpu_async_gpu"
+    assert last_save().transfer == "cpu_async_gpu"
     assert same(torch.load(path, map_location=HERE), value)  # said once
-    assert loaded().transfer == "cpu_async_gpu"
+    assert last_report().transfer == "cpu_async_gpu"
     assert not fake.moved
 
 
@@ -259,28 +209,8 @@ def test_never_compat(tmp_path: Path, plug: Plug, compat: bool) -> None:
             torch.save(state(), tmp_path / "a.pt")
     else:
         torch.save(state(), tmp_path / "a.pt")
-    assert (saved().transfer == "gds") == (not compat)
+    assert (last_save().transfer == "gds") == (not compat)
     assert bool(fake.moved) == (not compat)
     fake = plug(1)
     torch.save(state(), tmp_path / "a.pt")
     assert fake.compat is False  # it forbids it itself
-
-
-# --- the bugs that are put in ---------------------------------------------------------------------
-
-
-def test_a_save_that_fails(tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is under way when it is over."""
-
-    def submit(self: ThreadsEngine, requests: Any) -> None:
-        raise OSError(5, "the engine failed")
-
-    monkeypatch.setattr(ThreadsEngine, "submit", submit)
-    (tmp_path / "a.pt").write_bytes(b"old")
-    fake = plug(0)
-    fastserial.install(**SMALL, transfer="gds")
-    with pytest.raises(WriteError):
-        torch.save(state(), tmp_path / "a.pt")
-    assert fake.device.faults == []
-    assert (tmp_path / "a.pt").read_bytes() == b"old"
-    assert not fake.registered

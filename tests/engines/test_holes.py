@@ -56,13 +56,3 @@ def test_the_end_is_not_a_hole(fd: int) -> None:
     os.pwrite(fd, b"x" * PAGE, 6 * PAGE)
     assert is_blank(fd, 4 * PAGE, PAGE)
     assert os.fstat(fd).st_size == 7 * PAGE
-
-
-def test_nothing_is_proven_where_nothing_can_be(tmp_path: Path, fd: int) -> None:
-    """Existing data, a closed file, a file open for reading."""
-    os.pwrite(fd, b"x" * PAGE, 0)
-    assert not is_blank(fd, 0, PAGE)
-    reader = os.open(tmp_path / "file", os.O_RDONLY)
-    assert not is_blank(reader, 0, PAGE)
-    os.close(reader)
-    assert not is_written(reader, 0, PAGE)

@@ -19,6 +19,8 @@ from collections.abc import Callable
 
 import atheris
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
 with atheris.instrument_imports(include=["fastserial"]):
     from fastserial.checkpoints import inspect, verify
     from fastserial.config import Config
@@ -26,7 +28,7 @@ with atheris.instrument_imports(include=["fastserial"]):
     from fastserial.loading import unpickler
 
 import torch
-from damage import originals
+from support.damage import originals
 from torch.distributed import checkpoint
 
 from fastserial.errors import CheckpointFileError, PickleLimitError

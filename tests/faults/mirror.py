@@ -15,10 +15,7 @@ As an object store's:
                    the file
 --no-rename        there is no rename
 --no-replace       a rename over an existing file fails
---no-unlink        no file can be removed
 --no-sync          files cannot be synced
---no-link-counts   directories have 0 links, as in Hadoop's fuse-dfs
---name-max BYTES   a file's name has at most so many
 """
 
 from __future__ import annotations
@@ -199,17 +196,6 @@ class Store(Mirror):
         super().__init__(folder, options)
         self._at: dict[int, int] = {}  # by handle: how far it was written; -1: no more
 
-    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-        if len(os.fsencode(os.path.basename(path))) > (self.options.name_max or 255):
-            raise FuseOSError(errno.ENAMETOOLONG)
-        found = super().getattr(path, fh)
-        if self.options.no_link_counts and os.path.isdir(self._below(path)):
-            found["st_nlink"] = 0
-        return found
-
-    def statfs(self, path: str) -> dict[str, int]:
-        return {**super().statfs(path), "f_namemax": self.options.name_max or 255}
-
     def create(self, path: str, mode: int, fi: Any = None) -> int:
         fh = super().create(path, mode, fi)
         self._at[fh] = 0
@@ -266,14 +252,9 @@ class Store(Mirror):
             raise FuseOSError(errno.EPERM)
         super().chmod(path, mode)
 
-    def unlink(self, path: str) -> None:
-        if self.options.no_unlink:
-            raise FuseOSError(errno.EPERM)
-        super().unlink(path)
-
 
 _SWITCHES = ("no-direct", "no-dirsync", "failing", "volatile")
-_OF_STORES = ("sequential", "no-rename", "no-replace", "no-unlink", "no-sync", "no-link-counts")
+_OF_STORES = ("sequential", "no-rename", "no-replace", "no-sync")
 
 
 def main() -> None:
@@ -283,9 +264,8 @@ def main() -> None:
     for name in (*_SWITCHES, *_OF_STORES):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--short", type=int, default=0)
-    parser.add_argument("--name-max", type=int, default=0)
     options = parser.parse_args()
-    given = (getattr(options, name.replace("-", "_")) for name in (*_OF_STORES, "name-max"))
+    given = (getattr(options, name.replace("-", "_")) for name in _OF_STORES)
     kind = Volatile if options.volatile else Store if any(given) else Mirror
     # a file that a store empties is told of with its `open`
     more = {"atomic_o_trunc": True} if kind is Store else {}

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -21,7 +20,6 @@ _PACKAGES = {
     "mkfs.xfs": "xfsprogs",
     "mkfs.btrfs": "btrfs-progs",
     "mkfs.ext4": "e2fsprogs",
-    "bindfs": "bindfs",
     "gcc": "gcc",
     "fusermount": "fuse3",
     "losetup": "util-linux",
@@ -159,7 +157,6 @@ class Lab:
         nbytes: int,
         *options: str,
         sector: int = 512,
-        mkfs: Sequence[str] = (),
     ) -> Path:
         """Make and mount a file system in an image file.
 
@@ -168,10 +165,9 @@ class Lab:
             nbytes: size of the image.
             options: for the mount.
             sector: the device's logical block (bytes).
-            mkfs: more words for mkfs.
         """
         device = self.loop(self.image(nbytes), "--direct-io=on", f"--sector-size={sector}")
-        run(*_MKFS[kind], *mkfs, device)
+        run(*_MKFS[kind], device)
         return self.mount(device, kind, *options)
 
     def mkfs(self, kind: str, device: str | Path) -> None:
@@ -181,14 +177,6 @@ class Lab:
         """Mount a file over another."""
         run("mount", "--bind", source, where)
         self._stack.callback(run, "umount", where)
-
-    def bindfs(self, folder: Path) -> Path:
-        """Mount bindfs, a FUSE file system from Debian, over a folder."""
-        where = self._new("bindfs")
-        where.mkdir()
-        run("bindfs", folder, where)
-        self._stack.callback(self.unmount, where)
-        return where
 
     def mirror(self, folder: Path, *options: str) -> Path:
         """Mount `mirror.py`, a FUSE file system in Python, over a folder."""

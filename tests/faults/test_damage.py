@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from damage import Damaged, damaged, originals
-from mounts import Lab, need
 from proofs import Proof
+from support.damage import Damaged, damaged, originals
 
 from fastserial.checkpoints.inspect import inspect
 from fastserial.checkpoints.verify import verify
@@ -144,17 +143,6 @@ def test_damaged_files(watched: Watched, dice: random.Random, proof: Proof, tria
         )
 
 
-def test_files_whose_sizes_lie(watched: Watched, proof: Proof) -> None:
-    """A few bytes that claim terabytes."""
-    whole = originals()["legacy"]
-    at = whole.index(b"\xb8\x0b\0\0\0\0\0\0")  # 3000 elements
-    for size in (1 << 40, (1 << 63) - 1, -1, 2999):
-        lying = whole[:at] + size.to_bytes(8, "little", signed=True) + whole[at + 8 :]
-        watched.path.write_bytes(lying)
-        assert not verify(watched.path).ok
-        proof.count("legacy: reported")
-
-
 def test_a_sparse_terabyte(watched: Watched, proof: Proof) -> None:
     """The size of the file itself is no reason to take memory, or to read for hours."""
     data = originals()["zip"]
@@ -165,34 +153,3 @@ def test_a_sparse_terabyte(watched: Watched, proof: Proof) -> None:
         inspect(watched.path)
     assert 0 < watched.nread < _MOST_READ
     proof.count("zip: reported")
-
-
-def test_damage_on_the_device_that_the_page_cache_hides(lab: Lab, tmp_path: Path) -> None:
-    """A device that stored something else: `cold` finds it while the page cache has the right."""
-    need("mkfs.ext4", "losetup")
-    disk = lab.make("ext4", 64 << 20)
-    (image,) = tmp_path.glob("*.img")
-    mark = os.urandom(4096)
-    tensor = torch.frombuffer(bytearray(mark * 256), dtype=torch.uint8)
-    torch.save(tensor, disk / "a.pt")
-    with (disk / "a.pt").open("rb") as file:
-        os.fsync(file.fileno())
-    spoil(image, mark[:512])
-    assert verify(disk / "a.pt").ok
-    report = verify(disk / "a.pt", cold=True)
-    assert [problem.kind for problem in report.problems] == ["checksum"]
-    assert verify(disk / "a.pt").status == "damaged"  # now that the cache was dropped
-
-
-def spoil(image: Path, wanted: bytes) -> None:
-    """Change the first byte of all places of an image that hold something."""
-    with image.open("r+b") as file:
-        data = bytearray(file.read())
-        at = data.find(wanted)
-        assert at >= 0
-        while at >= 0:
-            file.seek(at)
-            file.write(bytes([wanted[0] ^ 1]))
-            at = data.find(wanted, at + 1)
-        file.flush()
-        os.fsync(file.fileno())

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mounts import Lab, need, run
+from mounts import Lab, need
 from proofs import Proof
 from states import check, listing
-from support import processes
 from victims import Zygote
-
-from fastserial.files import linux
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.proof("file systems")]
 
@@ -84,14 +79,6 @@ def test_overlayfs(lower_kind: str, lab: Lab, zygote: Zygote, proof: Proof) -> N
     assert (lower / "x.pt").read_bytes() == old
 
 
-def test_bindfs(lab: Lab, zygote: Zygote, proof: Proof) -> None:
-    need("bindfs")
-    below = lab.folder / "below"
-    below.mkdir()
-    where = lab.bindfs(below)
-    save_and_check(where, zygote, proof, "FUSE (bindfs)")
-
-
 @pytest.mark.parametrize(
     ("option", "fallback"),
     [
@@ -114,25 +101,6 @@ def test_fuse_without(
     assert (lab.folder / "below.short").exists() is option.startswith("--short")
 
 
-def test_read_only(lab: Lab, zygote: Zygote, proof: Proof) -> None:
-    need("mkfs.ext4", "losetup")
-    disk = lab.make("ext4", 64 << 20)
-    path = disk / "x.pt"
-    assert zygote.start(path, 1, 1, nbytes=1_000_000).wait() == 0
-    old = path.read_bytes()
-    run("mount", "-o", "remount,ro", disk)
-    for name in ("x.pt", "new.pt"):
-        victim = zygote.start(disk / name, 2, 1, nbytes=1_000_000)
-        assert victim.wait() == 3
-        error = victim.error()
-        assert error["errno"] == errno.EROFS, error
-        assert error["filename"] == str(disk / name)
-        assert {"WriteError", "RuntimeError"} <= set(error["kinds"])
-        proof.count("read-only: EROFS, old file intact")
-    assert path.read_bytes() == old
-    assert listing(disk) == ["x.pt"]
-
-
 def test_a_mounted_over_file(tmp_path: Path, lab: Lab, zygote: Zygote) -> None:
     """A bind-mounted file cannot be replaced, only overwritten: torch does that."""
     need()
@@ -146,32 +114,4 @@ def test_a_mounted_over_file(tmp_path: Path, lab: Lab, zygote: Zygote) -> None:
     assert zygote.start(path, 1, 1, nbytes=1_000_000).wait() == 0
     assert check(path) == 1
     assert check(other) == 1
-    assert listing(folder) == ["x.pt"]
-
-
-def test_the_directory_is_removed(tmp_path: Path, zygote: Zygote) -> None:
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    for named in (False, True):
-        folder.mkdir(exist_ok=True)
-        victim = zygote.start(
-            folder / "x.pt", 1, 1, nbytes=2_000_000, named=named, remove=str(folder)
-        )
-        assert victim.wait() == 3
-        error = victim.error()
-        assert error["errno"] == errno.ENOENT, error
-        assert "directory was removed" in error["text"]
-        assert "FileNotFoundError" in error["kinds"]
-        assert not folder.exists()
-
-
-def test_no_proc(lab: Lab, tmp_path: Path) -> None:
-    """Without /proc there is no direct I/O and no nameless file; saves work all the same."""
-    need("unshare")
-    folder = tmp_path / "saves"
-    folder.mkdir()
-    ended = processes.run("no_proc", folder / "x.pt", under=["unshare", "-m"])
-    report = json.loads(ended.out.splitlines()[-1])
-    assert not report["direct"]
-    assert report["fallback"] == linux.NO_PROC
     assert listing(folder) == ["x.pt"]

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import errno
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
-from mounts import Lab, fill, need, run
+from mounts import Lab, fill, need
 from proofs import Proof
 from states import check, listing
 from victims import Zygote
@@ -115,48 +114,3 @@ def test_full_disk_seen_late(
         assert listing(folder) == ["x.pt"]
         proof.count("ENOSPC, old file intact (small)")
         (disk / "filler").unlink()
-
-
-def test_leftovers_make_room(lab: Lab, zygote: Zygote) -> None:
-    """What a killed process left takes no space from the next save."""
-    need("mkfs.ext4", "losetup")
-    disk = lab.make("ext4", 64 << 20)
-    path = disk / "x.pt"
-    left = disk / ".x.pt.fastserial-0.tmp"
-    fill(left, 1 << 20)
-    assert zygote.start(path, 1, 1, nbytes=30 << 20).wait() == 0
-    assert listing(disk) == ["x.pt"]
-
-
-def test_file_size_limit(tmp_path: Path, zygote: Zygote) -> None:
-    """RLIMIT_FSIZE is EFBIG, with a short write before it."""
-    path = tmp_path / "x.pt"
-    assert zygote.start(path, 1, 1, nbytes=1_000_000).wait() == 0
-    old = path.read_bytes()
-    for job in _JOBS:
-        victim = zygote.start(path, 2, 1, nbytes=9_000_000, fsize=5_000_001, **job)
-        assert victim.wait() == 3
-        assert victim.error()["errno"] == errno.EFBIG
-        assert path.read_bytes() == old
-        assert listing(tmp_path) == ["x.pt"]
-
-
-def test_quota(lab: Lab, zygote: Zygote) -> None:
-    """A quota is EDQUOT, and the remedy says so."""
-    need("mkfs.btrfs", "losetup")
-    disk = lab.make("btrfs", 320 << 20)
-    folder = disk / "saves"
-    run("btrfs", "quota", "enable", disk)
-    run("btrfs", "subvolume", "create", folder)
-    run("btrfs", "qgroup", "limit", "8m", folder)
-    path = folder / "x.pt"
-    assert zygote.start(path, 1, 1, nbytes=2_000_000).wait() == 0
-    old = path.read_bytes()
-    for job in _JOBS:
-        victim = zygote.start(path, 2, 1, nbytes=9_000_000, **job)
-        assert victim.wait() == 3, victim.lines()
-        error = victim.error()
-        assert error["errno"] == errno.EDQUOT, error
-        assert "quota" in error["text"]
-        assert path.read_bytes() == old
-        assert listing(folder) == ["x.pt"]

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from mounts import Lab, need
-from support.identity import difference, fast, stock
+from support.identity import difference, fast, last_save, stock
 
-import fastserial
 from fastserial import summary
 from fastserial.reports import SAVES
 
@@ -44,11 +43,9 @@ def mounted(lab: Lab, *options: str) -> Path:
     ("options", "by_torch"),
     [
         (["--sequential"], _IN_ORDER),
-        (["--sequential", "--no-unlink"], _IN_ORDER),
         (["--no-rename"], _NO_RENAME),
         (["--no-replace"], _NO_RENAME),
         (["--no-sync"], None),
-        (["--no-link-counts"], None),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -71,8 +68,7 @@ def test_what_lacks_something(
             assert reasons == ([] if by_torch is None else [by_torch])
             assert difference(kept.read_bytes(), path.read_bytes()) is None
             if by_torch is None:
-                report = fastserial.last_save_report()
-                assert report is not None
+                report = last_save()
                 assert report.durable is (durable and "--no-sync" not in options)
                 synced = not durable or "--no-sync" not in options
                 assert report.fallback == (None if synced else _NO_SYNC)

@@ -127,27 +127,6 @@ def test_on_a_slow_device_a_save_leaves_the_file_for_loads(
     assert verdicts() == [False]
 
 
-def test_a_device_that_was_busy_is_measured_again(
-    direct: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linux, "FAST_DEVICE", float("inf"))
-    assert not saved(direct / "busy.pt").direct
-    monkeypatch.setattr(linux, "FAST_DEVICE", 0.0)
-    assert not saved(direct / "soon.pt").direct
-    monkeypatch.setattr(linux, "SLOW_FOR", 0.0)
-    assert saved(direct / "later.pt").direct  # but for the beginning
-    assert verdicts() == [True]
-
-
-def test_little_is_no_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
-) -> None:
-    """A throttle or a disk's cache takes that much at once."""
-    monkeypatch.setattr(linux, "FAST_DEVICE", 0.0)
-    assert not saved(tmp_path / "short.pt", [noise(MIB // 2)]).direct
-    assert not verdicts()
-
-
 def test_on_a_fast_device_a_save_is_direct(direct: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linux, "FAST_DEVICE", 0.0)
     state = [noise(3 * MIB), noise(5 * MIB)]
@@ -187,40 +166,3 @@ def test_a_device_that_fails_while_it_is_written_behind(
     assert caught.value.errno == errno.EIO
     assert target.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["f.pt"]
-
-
-def test_without_the_call_saves_go_through_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
-) -> None:
-    monkeypatch.setattr(linux, "_sync_file_range", None)
-    assert not saved(tmp_path / "f.pt").direct
-
-
-# --- memory -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(linux, "_OWN_CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(linux, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(linux, "meminfo", lambda: {"MemAvailable": 1 << 40})
-    return tmp_path
-
-
-def limit(folder: Path, **texts: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        (folder / f"memory.{name}").write_text(text)
-
-
-def test_the_narrowest_group_counts(groups: Path) -> None:
-    (groups / "cgroup").write_text("0::/job/step\n")
-    limit(groups / "job", max="1000\n", current="900\n", stat="active_file 50\ninactive_file 7\n")
-    limit(groups / "job" / "step", max="max\n", current="900\n", stat="")
-    assert linux.available_bytes() == 157
-
-
-def test_groups_that_are_not_there(groups: Path) -> None:
-    assert linux.available_bytes() == 1 << 40
-    (groups / "cgroup").write_text("0::/of/the/host\n")
-    assert linux.available_bytes() == 1 << 40

@@ -14,12 +14,10 @@ import pytest
 import torch
 from support.identity import fast
 
-from fastserial import config
 from fastserial.errors import WriteError
 from fastserial.files import destination as replacement_module
 from fastserial.files import linux
 from fastserial.files.destination import Replacement, StockWay, open_path, temporary_name
-from fastserial.interrupts import Background
 from fastserial.saving.writer import FastFileWriter
 
 
@@ -40,13 +38,6 @@ def target(tmp_path: Path) -> Path:
     path.write_bytes(b"old")
     path.chmod(0o660)  # not what a new file has
     return path
-
-
-class NoThreads(Background):
-    """Where no thread can be started."""
-
-    def start(self, run: Any, *arguments: object) -> bool:
-        return False
 
 
 # -- leftovers -----------------------------------------------------------------------------------
@@ -103,27 +94,6 @@ def test_two_at_once_take_two_names(target: Path, monkeypatch: pytest.MonkeyPatc
         replacement.commit()
     assert target.read_bytes() == b"1"
     assert os.listdir(target.parent) == ["x.pt"]
-
-
-def test_a_new_file_taken_for_a_leftover_is_made_again(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the creation of a temporary file and its lock another save may sweep it away."""
-    monkeypatch.setattr(replacement_module, "_can_link", lambda: False)
-    real = fcntl.flock
-    others: list[int] = []
-
-    def contested(fd: int, operation: int) -> None:
-        if not others:
-            others.append(os.open(f"/proc/self/fd/{fd}", os.O_RDWR))
-            real(others[0], fcntl.LOCK_EX)
-        real(fd, operation)
-
-    monkeypatch.setattr(fcntl, "flock", contested)
-    replacement = replacement_of(target)
-    assert replacement.named == temporary_name("x.pt", 1)
-    os.close(others[0])
-    replacement.discard()
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
@@ -210,62 +180,6 @@ def test_an_error_of_a_first_save_tells_of_no_previous_file(
     assert not os.listdir(target.parent)
 
 
-def test_an_interrupt_while_files_are_closed(
-    target: Path, named: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It stays an interrupt; no descriptor is closed twice: by then it may be another file's."""
-    way = config.current(small_file=0, block_size=65536)
-    monkeypatch.setattr(replacement_module, "LARGE_FILE", 1)
-    monkeypatch.setattr(replacement_module, "_freeing_threads", NoThreads())
-    real = os.close
-    twice: list[int] = []
-    before = os.listdir("/proc/self/fd")
-    for last in range(20):
-        target.write_bytes(b"old")
-        countdown = [last]
-
-        def close(fd: int, countdown: list[int] = countdown) -> None:
-            try:
-                real(fd)
-            except OSError:
-                twice.append(fd)
-                raise
-            countdown[0] -= 1
-            if countdown[0] == -1:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "close", close)
-            try:
-                with FastFileWriter(target, way) as writer:
-                    writer.write(bytes(300_000))
-            except KeyboardInterrupt:
-                assert countdown[0] <= -1
-            else:
-                break
-        assert target.read_bytes() in (b"old", bytes(300_000))
-        assert twice == []
-        assert os.listdir("/proc/self/fd") == before
-    assert 3 <= last < 19
-    assert target.read_bytes() == bytes(300_000)
-    assert os.listdir(target.parent) == ["x.pt"]
-
-
-def test_a_full_disk_tells_sizes(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int, offset: int, length: int) -> bool:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(linux, "preallocate", full)
-    monkeypatch.setattr(linux, "free_bytes", lambda place: 12345)
-    with pytest.raises(WriteError, match="12345 are free") as caught, FastFileWriter(target) as f:
-        f.save_torch_storage_object_list(
-            [(torch.zeros(3_000_000).untyped_storage(), torch.float32)], True
-        )
-    assert caught.value.bytes_needed == 12_000_008
-    assert caught.value.bytes_free == 12345
-    assert target.read_bytes() == b"old"
-
-
 def test_an_error_of_the_last_sync_says_that_the_new_file_is_there(
     target: Path, named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,14 +210,6 @@ def test_a_directory_that_cannot_be_synced_is_named_in_the_report(
 def test_a_mount_point_is_not_replaced(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linux, "is_mount_point", lambda path, device: True)
     assert open_path(str(target), True) == StockWay("the file is a mount point")
-
-
-def test_a_directory_that_cannot_be_listed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in (target, target.with_name("new.pt")):
-        with failing(monkeypatch, "open", errno.EACCES):
-            found = open_path(str(path), True)
-        assert isinstance(found, StockWay)
-        assert "not readable" in found.reason
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EINVAL, errno.EOVERFLOW])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import loading
-from support.corpus import CASES, Case
+from support.corpus import Case, name_of, saveable
 from support.gpu import DEVICE, need_gpu
 from support.identity import TARGETS, both, stock
 
@@ -36,13 +36,7 @@ OPTIONS += [
 PLACES = [DEVICE, "cuda:0", torch.device(DEVICE), None, "cpu", {"cuda:0": "cpu"}]
 
 
-def runnable() -> list[Any]:
-    return [
-        pytest.param(case, fmt, id=f"{case.name}-{fmt}")
-        for case in CASES.values()
-        for fmt in case.formats
-        if fmt in case.loads and not case.raises and not case.rebuild and case.missing() is None
-    ]
+RUNNABLE = [(case, fmt) for case, fmt in saveable() if not case.raises]
 
 
 @pytest.fixture(autouse=True)
@@ -71,14 +65,14 @@ def on_gpu(tmp_path: Path) -> Any:
     return bring
 
 
-@pytest.mark.parametrize(("case", "fmt"), runnable())
+@pytest.mark.parametrize(("case", "fmt"), RUNNABLE, ids=name_of)
 def test_saves(case: Case, fmt: str, on_gpu: Any, tmp_path: Path) -> None:
     live, _ = on_gpu(case, fmt)
     both(case, fmt, TARGETS["path"], tmp_path / "path", *OPTIONS, live=live)
     both(case, fmt, TARGETS["file"], tmp_path / "file", OPTIONS[1], live=live)
 
 
-@pytest.mark.parametrize(("case", "fmt"), runnable())
+@pytest.mark.parametrize(("case", "fmt"), RUNNABLE, ids=name_of)
 def test_loads(case: Case, fmt: str, on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, path = on_gpu(case, fmt)
     with loading.forced(monkeypatch, large=1):

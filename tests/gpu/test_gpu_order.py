@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,42 +116,6 @@ def test_a_save_waits_for_its_own_streams_only(tmp_path: Path) -> None:
     torch.save({"a": tensor}, tmp_path / "a.pt")
     assert not busy.query(), "the save took as long as the kernels of the other stream"
     busy.synchronize()
-
-
-def test_saves_and_loads_on_several_threads(tmp_path: Path) -> None:
-    """Each on a stream of its own; more at once than there is pinned memory for."""
-    wrong: list[int] = []
-
-    def work(number: int) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for turn in range(3):
-                value = float(100 * number + turn)
-                tensor = torch.zeros(COUNT // 4, device=DEVICE)
-                slowly(tensor, value)
-                torch.save({"a": tensor}, tmp_path / f"{number}.pt")
-                loaded = torch.load(tmp_path / f"{number}.pt", map_location=DEVICE)["a"]
-                if not bool((loaded == value).all()):
-                    wrong.append(number)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_in_one_file(tmp_path: Path) -> None:
-    state = {str(n): torch.full((COUNT // 4,), float(n), device=f"cuda:{n}") for n in (0, 1)}
-    for name, tensor in state.items():
-        with torch.cuda.device(tensor.device):
-            slowly(tensor, 10.0 + int(name))
-    torch.save(state, tmp_path / "a.pt")
-    loaded = torch.load(tmp_path / "a.pt")
-    for name, tensor in state.items():
-        assert loaded[name].device == tensor.device
-        assert torch.equal(loaded[name], tensor)
 
 
 def test_save_beside_training(tmp_path: Path) -> None:

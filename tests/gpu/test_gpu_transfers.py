@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from support.gpu import DEVICE, need_gpu
-from typer.testing import CliRunner
+from support.identity import last_save
+from support.loading import last_report
 
 import fastserial
-from fastserial.cli.main import app
 from fastserial.engines.gds.memory import missing
 from fastserial.memory import buffers as ring_module
 
@@ -49,13 +49,11 @@ def test_words(tmp_path: Path, word: str, zipped: bool) -> None:
     fastserial.install(transfer=word)
     torch.save(wanted, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
     assert (tmp_path / "a.pt").read_bytes() == stocks
-    saved = fastserial.last_save_report()
-    assert saved is not None
+    saved = last_save()
     assert (saved.transfer, bool(saved.transfer_why)) == (TAKEN[word], True)
     loaded = torch.load(tmp_path / "a.pt", map_location=DEVICE)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
-    told = fastserial.last_load_report()
-    assert told is not None
+    told = last_report()
     assert told.transfer == ("cpu" if word == "cpu" and zipped else TAKEN[word])
 
 
@@ -122,23 +120,3 @@ def test_past_the_host(tmp_path: Path, word: str, zipped: bool) -> None:
             asked = "asked for" if word == "gds" else f"{word} is taken as gds"
             past_the_host = told.transfer_why.startswith(f"{asked}: cuFile")
             assert past_the_host == (told.transfer == "gds")
-
-
-def test_no_context_on_other_gpus(tmp_path: Path) -> None:
-    """Threads of ours begin no context on the first GPU while the program is on another."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with torch.cuda.device(1):
-        value = {"a": torch.ones(5_000_000, device="cuda:1")}
-        free = torch.cuda.mem_get_info(0)[0]
-        fastserial.install(small_file=0)
-        torch.save(value, tmp_path / "a.pt")
-        torch.load(tmp_path / "a.pt", map_location="cuda:1")
-        assert free - torch.cuda.mem_get_info(0)[0] < 64 * MIB
-
-
-def test_bench_load(tmp_path: Path) -> None:
-    """Stock and fastserial load to the GPU, each in a process of its own."""
-    words = ["--gpu", "--size", "32MiB", "--tensors", "5", "--runs", "1", "--no-fio"]
-    done = CliRunner().invoke(app, ["bench", "load", "--folder", str(tmp_path), *words])
-    assert done.exit_code == 0, done.output

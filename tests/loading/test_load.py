@@ -4,36 +4,15 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support.corpus import CASES, Case
+from support.corpus import Case, name_of, saveable
 from support.identity import saver, stock
 from support.loading import DEFAULT, FORCED, both, forced
 
 
-def runnable() -> list[Any]:
-    """Parameters (case, format) that stock can save."""
-    found = []
-    for one in CASES.values():
-        reason = one.missing()
-        marks = [pytest.mark.skip(reason=reason)] if reason else []
-        for fmt in one.formats:
-            if fmt not in one.raises:
-                found.append(pytest.param(one, fmt, id=f"{one.name}-{fmt}", marks=marks))
-    return found
-
-
-def saved(folder: Path, value: Any, fmt: str = "zip", **options: Any) -> Path:
-    """A file that stock wrote."""
-    path = folder / f"{fmt}.pt"
-    with stock():
-        torch.save(value, path, _use_new_zipfile_serialization=fmt == "zip", **options)
-    return path
-
-
-@pytest.mark.parametrize(("case", "fmt"), runnable())
+@pytest.mark.parametrize(("case", "fmt"), saveable(loads=False), ids=name_of)
 def test_corpus(case: Case, fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values, types, strides, shared storages, warnings and errors, with and without pickles."""
     path = tmp_path / "archive.pt"

@@ -6,9 +6,7 @@ import io
 import os
 import random
 import resource
-import struct
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 import torch
 from support.archives import hostile
 from support.corpus import FORMATS, noise
+from support.damage import damaged
 from support.identity import digest, fast, stock
 from support.loading import FORCED, attempt, both, forced, last_report
 
@@ -25,7 +24,6 @@ from fastserial.formats.source import BytesSource
 from fastserial.formats.zip_format import read_directory
 
 DIRECT, VERIFIED = FORCED["direct"], FORCED["verified"]
-_CENTRAL = 46
 
 
 @pytest.fixture(autouse=True)
@@ -49,34 +47,6 @@ def places(data: bytes) -> dict[str, tuple[int, int]]:
     return {record.name: (record.data_offset, record.data_end) for record in records}
 
 
-def damaged(data: bytes, seed: int) -> bytes:
-    """One random kind of damage."""
-    rng = random.Random(seed)
-    out = bytearray(data)
-    kind = rng.choice(["flip", "flips", "cut", "zero", "splice", "insert", "noise", "tail"])
-    start = rng.randrange(len(out))
-    stop = min(len(out), start + rng.choice([1, 4, 64, 700, 5000]))
-    if kind == "flip":
-        out[start] ^= 1 << rng.randrange(8)
-    elif kind == "flips":
-        for _ in range(30):
-            out[rng.randrange(len(out))] ^= 1 << rng.randrange(8)
-    elif kind == "cut":
-        del out[start:]
-    elif kind == "zero":
-        out[start:stop] = bytes(stop - start)
-    elif kind == "splice":
-        del out[start:stop]
-    elif kind == "insert":
-        out[start:start] = rng.randbytes(stop - start)
-    elif kind == "noise":
-        out[start:stop] = rng.randbytes(stop - start)
-    else:  # where the directory is
-        at = max(0, len(out) - 1 - rng.randrange(1200))
-        out[at] = rng.randrange(256)
-    return bytes(out)
-
-
 def _poisoned(path: Path, fill: int) -> Any:
     """Load where freed memory holds `fill`."""
     for size in (20_000, 9000, 300):
@@ -95,7 +65,7 @@ def test_random_damage(fmt: str, tmp_path: Path) -> None:
         right = digest(torch.load(path))
     counts = {"equal": 0, "error": 0}
     for seed in range(80):
-        path.write_bytes(damaged(data, seed))
+        path.write_bytes(damaged({fmt: data}, random.Random(seed)).data)
         with fast():
             with fastserial.options(**DIRECT):
                 got = attempt(lambda: torch.load(path))
@@ -192,47 +162,12 @@ def test_truncated_everywhere(tmp_path: Path) -> None:
 # --- hostile zips -------------------------------------------------------------------------------
 
 
-def _pickle_asks_for_more(data: bytes) -> bytes:
-    """The tensor's storage is larger in the pickle than in its record."""
-    start, end = places(data)["data.pkl"]
-    count = b"J" + struct.pack("<i", 20_000)
-    short = b"M" + struct.pack("<H", 20_000)
-    body = data[start:end]
-    assert count in body or short in body
-    bigger = body.replace(short, b"M" + struct.pack("<H", 60_000))
-    assert len(bigger) == len(body)
-    return data[:start] + bigger + data[end:]
-
-
-def _bomb(data: bytes) -> bytes:
-    """Deflated zeros that say they are more than deflate can make of them."""
-    buffer = io.BytesIO()
-    with (
-        zipfile.ZipFile(io.BytesIO(data)) as old,
-        zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as new,
-    ):
-        for name in old.namelist():
-            new.writestr(name, bytes(10**6) if name.endswith("data/0") else old.read(name))
-    out = bytearray(buffer.getvalue())
-    at = out.rindex(b"/data/0") - len("archive") - _CENTRAL
-    assert out[at : at + 4] == b"PK\x01\x02"
-    struct.pack_into("<I", out, at + 24, 0xFFFFFFF0)
-    return bytes(out)
-
-
-HOSTILE: dict[str, Callable[[], bytes]] = {
-    **{name: lambda name=name: hostile()[name] for name in hostile()},  # type: ignore[misc]
-    "inflated size": lambda: _bomb(checkpoint()),
-    "size in the pickle": lambda: _pickle_asks_for_more(checkpoint()),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", hostile())
 @pytest.mark.parametrize("options", [DIRECT, VERIFIED, {}], ids=["forced", "verified", "default"])
 def test_hostile_zips(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     """An error that stock's callers catch, and no memory that the file does not justify."""
     path = tmp_path / "f.pt"
-    path.write_bytes(HOSTILE[name]())
+    path.write_bytes(hostile()[name])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with fast(**options):
         got = attempt(lambda: torch.load(path))

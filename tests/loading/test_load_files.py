@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -138,37 +136,3 @@ def test_at_a_position(fmt: str, opener: str, tmp_path: Path) -> None:
             return file.tell()
 
     assert both(load, DIRECT, extra=left).error is None
-
-
-def test_fifo(tmp_path: Path) -> None:
-    path = tmp_path / "fifo"
-    os.mkfifo(path)
-
-    def load() -> Any:
-        writer = threading.Thread(target=_feed, args=(path,), daemon=True)
-        writer.start()
-        try:
-            return torch.load(path)
-        finally:
-            writer.join(10)
-
-    both(load, DIRECT)
-
-
-def _feed(path: Path) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        path.write_bytes(b"some bytes")
-
-
-def test_closed_and_write_only_files(tmp_path: Path) -> None:
-    path = tmp_path / "f.pt"
-    path.write_bytes(body("zip", VALUE))
-    closed = open(path, "rb")
-    closed.close()
-    both(lambda: torch.load(closed), DIRECT)
-
-    def load() -> Any:
-        with open(path, "ab") as file:
-            return torch.load(file)
-
-    both(load, DIRECT)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from support.corpus import FORMATS, TORCH, noise
-from support.identity import digest, fast, stock
+from support.identity import digest, fast, saved
 from support.loading import FORCED, both, forced
 
 DIRECT = FORCED["direct"]
@@ -41,14 +41,6 @@ def state() -> dict[str, Any]:
         "bf16": torch.randn(3000).bfloat16(),
         "n": [1, "x", None],
     }
-
-
-def saved(folder: Path, value: Any, fmt: str = "zip", name: str = "f.pt", **options: Any) -> Path:
-    """A file that stock wrote."""
-    path = folder / name
-    with stock():
-        torch.save(value, path, _use_new_zipfile_serialization=fmt == "zip", **options)
-    return path
 
 
 # --- map_location -------------------------------------------------------------------------------
@@ -153,12 +145,6 @@ def _setting(name: str, value: Any) -> Iterator[None]:
         setattr(config.load, name, before)
 
 
-def _fake_mode() -> AbstractContextManager[Any]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode()
-
-
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
     os.environ[name] = value
@@ -206,24 +192,6 @@ def test_contexts(name: str, fmt: str, tmp_path: Path) -> None:
         return (
             [(t.dtype, t.shape) for t in found.values() if hasattr(t, "dtype")] if bare else found
         )
-
-    both(load, DIRECT)
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_fake_tensors(fmt: str, tmp_path: Path) -> None:
-    path = saved(tmp_path, state(), fmt)
-
-    def load() -> Any:
-        with _fake_mode():
-            found = torch.load(path)
-        offsets = [
-            getattr(one.untyped_storage(), "_checkpoint_offset", None)
-            for one in found.values()
-            if isinstance(one, torch.Tensor)
-        ]
-        shapes = [(k, type(v), getattr(v, "shape", v)) for k, v in found.items()]
-        return offsets, [str(one) for one in shapes]
 
     both(load, DIRECT)
 
@@ -286,22 +254,6 @@ def test_byte_order_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(both(lambda: torch.load(path), DIRECT).error, ValueError)
 
 
-@pytest.mark.parametrize("order", ["NATIVE", "LITTLE", "BIG"])
-def test_default_endianness(order: str, tmp_path: Path) -> None:
-    path = saved(tmp_path, torch.arange(3000.0), _disable_byteorder_record=True)
-    # torch adds the record at the end: cut its name in the directory and in its header
-    data = path.read_bytes()
-    assert data.count(b"byteorder") == 2
-    path.write_bytes(data.replace(b"byteorder", b"byteordex"))
-    torch.serialization.set_default_load_endianness(
-        getattr(torch.serialization.LoadEndianness, order)
-    )
-    try:
-        both(lambda: torch.load(path), DIRECT)
-    finally:
-        torch.serialization.set_default_load_endianness(None)
-
-
 # --- other containers ---------------------------------------------------------------------------
 
 
@@ -333,24 +285,6 @@ def test_not_checkpoints(tmp_path: Path) -> None:
 
 
 # --- nesting, threads, memory -------------------------------------------------------------------
-
-
-def test_threads(tmp_path: Path) -> None:
-    paths = [saved(tmp_path, noise(300_000 + i), name=f"{i}.pt") for i in range(8)]
-    want = [digest(torch.load(path)) for path in paths]
-    found: dict[int, str] = {}
-
-    def work(index: int) -> None:
-        for _ in range(3):
-            found[index] = digest(torch.load(paths[index]))
-
-    with fast():
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert [found[i] for i in range(8)] == want
 
 
 class Interrupting:

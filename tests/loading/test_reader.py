@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-import fastserial
 from fastserial.config import Config
-from fastserial.engines import Capabilities, Engine, Request, threads
+from fastserial.engines import Capabilities, Request, threads
 from fastserial.engines.threads import ThreadsEngine, transfer
-from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
+from fastserial.errors import CorruptCheckpointError
 from fastserial.loading import pump
 from fastserial.loading.reader import FastFileReader, HostSink, ReadExtent
 from fastserial.memory.storages import new_storage
@@ -99,38 +98,6 @@ def test_a_large_hole_is_not_read(path: Path, data: bytes, direct: bool) -> None
     assert content(one) + content(other) == data[:4096] + data[1 << 20 :][:4096]
 
 
-def test_sources(path: Path, data: bytes) -> None:
-    sink, storage = host(50)
-    extents = [ReadExtent(7, 50, sink)]
-    with path.open("rb") as file:
-        file.seek(99)
-        for source in (path, str(path), file, file.fileno()):
-            with FastFileReader(source) as reader:
-                reader.read_into(extents)
-                assert reader.size == SIZE
-                assert reader.name == (f"<fd {source}>" if isinstance(source, int) else str(path))
-            assert content(storage) == data[7:57]
-            assert reader.closed
-        assert file.tell() == 99
-        with FastFileReader(file) as reader:  # also once its name is gone
-            path.unlink()
-            reader.read_into(extents)
-
-
-def test_bad_sources(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        FastFileReader(tmp_path / "missing")
-    for bad in (tmp_path, Path("/dev/null")):
-        with pytest.raises(OSError, match="not a regular file") as caught:
-            FastFileReader(bad)
-        assert caught.value.filename == str(bad)
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        with pytest.raises(OSError, match="regular"):
-            FastFileReader(tmp_path)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 def test_outside_the_file(path: Path) -> None:
     sink, _ = host(10)
     with FastFileReader(path) as reader:
@@ -139,23 +106,6 @@ def test_outside_the_file(path: Path) -> None:
                 reader.read_into([ReadExtent(offset, length, sink)])
     with pytest.raises(ValueError, match="closed"):
         reader.read_into([])
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_file_that_changes(path: Path, direct: bool) -> None:
-    os.utime(path, (1, 1))
-    sink, _ = host(SIZE)
-    with FastFileReader(path, Config(direct=direct, small_file=0)) as reader:
-        os.truncate(path, SIZE // 3)
-        with pytest.raises(CorruptCheckpointError, match="shorter"):
-            reader.read_into([ReadExtent(0, SIZE, sink)])
-    with FastFileReader(path) as reader:
-        os.utime(path, (2, 2))
-        reader.read_into([ReadExtent(0, 10, sink)])  # nobody wrote to it
-        with path.open("r+b") as file:
-            file.write(b"new")
-        with pytest.raises(CorruptCheckpointError, match="changed"):
-            reader.read_into([ReadExtent(0, 10, sink)])
 
 
 # --- blocks -------------------------------------------------------------------------------------
@@ -258,36 +208,3 @@ def test_engines_with_own_buffers(path: Path, data: bytes, monkeypatch: pytest.M
             assert not reader.blocks.takes_any_memory
             reader.read_into([ReadExtent(0, SIZE, sink)])
         assert content(storage) == data
-
-
-def no_engine(threads: int) -> Engine:
-    raise EngineUnavailableError("no such engine here")
-
-
-def test_engines_that_cannot_run(path: Path) -> None:
-    with pytest.raises(EngineUnavailableError, match="here"):
-        FastFileReader(path, Config(engine=no_engine))
-    with fastserial.options(engine=no_engine):
-        torch.save([torch.ones(3)], path.with_suffix(".pt"))
-        fastserial.install()
-        try:
-            found = torch.load(path.with_suffix(".pt"))
-        finally:
-            fastserial.uninstall()
-        assert torch.equal(found[0], torch.ones(3))
-
-
-# --- the page cache -----------------------------------------------------------------------------
-
-
-def test_the_page_cache_is_used_if_the_file_is_in_it(path: Path) -> None:
-    sink, _ = host(SIZE)
-    with FastFileReader(path, Config(small_file=0, cache="drop")) as reader:
-        if reader.blocks.fallback is not None:
-            pytest.skip("no direct I/O here")
-        path.read_bytes()
-        reader.read_into([ReadExtent(0, SIZE, sink)])
-        assert reader.blocks.counts.direct == 0
-        chill(path)
-        reader.read_into([ReadExtent(0, SIZE, sink)])
-        assert reader.blocks.counts.direct >= SIZE - 8192

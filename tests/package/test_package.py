@@ -147,15 +147,6 @@ def test_metadata() -> None:
     assert set(found.get_all("Provides-Extra")) == EXTRAS.keys() | ELSEWHERE
 
 
-def test_supported_pythons_are_named() -> None:
-    named = {
-        value.rpartition(" ")[2]
-        for value in metadata().get_all("Classifier")
-        if re.fullmatch(r"Programming Language :: Python :: 3\.\d+", value)
-    }
-    assert named == set(PYTHONS)
-
-
 # -- installed -----------------------------------------------------------------------------------
 
 

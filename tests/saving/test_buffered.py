@@ -16,7 +16,7 @@ from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, ExtentSource, Literal
 from fastserial.memory.storages import storage_memory
-from fastserial.saving import extent_writer, fill
+from fastserial.saving import extent_writer
 from fastserial.saving.extent_writer import ExtentWriter
 
 NOISE = random.Random(7).randbytes(3_000_000)
@@ -54,12 +54,6 @@ def test_checksums_where_writes_are_short(tmp_path: Path, monkeypatch: pytest.Mo
         writer.close()
     crc = crc32(NOISE).to_bytes(4, "little")
     assert (tmp_path / "a").read_bytes() == bytes(5) + b"head" + NOISE + b"...." + crc
-
-
-def test_a_write_of_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
-    with (tmp_path / "a").open("wb") as file, pytest.raises(OSError, match="3 bytes were not"):
-        fill.write_all(file.fileno(), memoryview(b"abc"), 0)
 
 
 def test_what_another_thread_may_change_is_copied_before_its_checksum(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Sequence
 from fcntl import F_GETFL, fcntl
 from functools import partial
 from itertools import pairwise
-from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from threading import Thread
@@ -16,7 +14,7 @@ from threading import Thread
 import pytest
 import torch
 
-from fastserial.checksums import CrcLedger, PartialCrc, crc32
+from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
@@ -25,7 +23,6 @@ from fastserial.formats.extents import (
     Extent,
     Trailer,
     clip,
-    element_counts,
     storage_extents,
 )
 from fastserial.formats.zip_layout import ZipLayout, ZipPlan
@@ -116,54 +113,6 @@ def test_ranges_of_a_zip_among_writers(tmp_path: Path, seed: int) -> None:
     random.shuffle(late)
     write(tmp_path / "parts", late, options(random), everything, base)
     assert (tmp_path / "parts").read_bytes()[base:] == (tmp_path / "whole").read_bytes()
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_ranges_of_a_legacy_file_among_writers(tmp_path: Path, seed: int) -> None:
-    random = Random(seed)
-    saved, texts = storages(random)
-    batch = storage_batch(saved)
-    extents = storage_extents(batch, element_counts(batch.sizes, [1] * len(saved), True))
-    nbytes = sum(extent.length for extent in extents)
-    for first, stop in ranges(random, nbytes, random.randint(1, 8)):
-        write(tmp_path / "parts", list(clip(extents, first, stop)), options(random), None)
-    expected = b"".join(len(text).to_bytes(8, "little") + text for text in texts)
-    assert (tmp_path / "parts").read_bytes() == expected
-
-
-def _write_share(
-    path: Path, extents: list[Extent], config: Config, plan: ZipPlan, told: Connection
-) -> None:
-    own = ledger_of(plan)
-    write(path, extents, config, own)
-    told.send([tuple(piece) for piece in own.pieces()])
-    told.close()
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_ranges_of_a_zip_among_processes(tmp_path: Path, seed: int) -> None:
-    random = Random(seed)
-    plan = zip_plan(random)
-    write(tmp_path / "whole", plan.extents, options(random), ledger_of(plan))
-    everything = ledger_of(plan)
-    now = [extent for extent in plan.extents if not isinstance(extent.source, LATE)]
-    context = multiprocessing.get_context("fork")
-    running = []
-    for first, stop in ranges(random, plan.nbytes, 3):
-        mine, theirs = context.Pipe(duplex=False)
-        share = list(clip(now, first, stop))
-        arguments = (tmp_path / "parts", share, options(random), plan, theirs)
-        process = context.Process(target=_write_share, args=arguments)
-        process.start()
-        theirs.close()
-        running.append((process, mine))
-    for process, mine in running:
-        everything.merge(PartialCrc(*piece) for piece in mine.recv())
-        process.join()
-        assert process.exitcode == 0
-    late = [extent for extent in plan.extents if isinstance(extent.source, LATE)]
-    write(tmp_path / "parts", late, options(random), everything)
-    assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def test_a_range_is_written_directly_but_for_its_first_and_last_page(

@@ -12,8 +12,6 @@ import torch
 from support.corpus import CASES, MIB, Case, noise
 from support.identity import difference, fast, legacy_value, stock
 
-from fastserial.reports import SAVES
-
 
 class Theirs:
     """Speaks the protocol of DeepSpeed's FastFileWriter, and keeps a note of each call."""
@@ -63,16 +61,6 @@ def test_stock_bytes(name: str, fmt: str) -> None:
     if fmt == "legacy" and case.fresh_storages:  # keys are addresses
         mine, other = legacy_value(mine), legacy_value(other)
     assert difference(mine, other) is None
-
-
-def test_a_zip_is_torchs_own() -> None:
-    """It is written by torch, and that is said."""
-    theirs = Theirs()
-    SAVES.clear()
-    with fast():
-        torch.save(noise(MIB), theirs)
-    assert theirs.storages == []
-    assert (SAVES.count, SAVES.by_torch) == (1, 1)
 
 
 def test_an_error_of_theirs_comes_through() -> None:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpus import MIB
 
 from fastserial.config import Config
-from fastserial.engines import Capabilities, Op, Request, threads
+from fastserial.engines import Capabilities, Request, threads
 from fastserial.engines.threads import ThreadsEngine, transfer
 from fastserial.files import linux
 from fastserial.formats.extents import Extent, Literal
 from fastserial.interrupts import Descriptors
 from fastserial.memory.buffers import BufferPool
-from fastserial.saving import extent_writer as routes
 from fastserial.saving.extent_writer import ExtentWriter, Route, choose_route
 
 BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 3, "threads": 2}
@@ -61,51 +58,6 @@ def test_options_decide(fd: int) -> None:
     assert chosen(fd).kind == "trial"
 
 
-def test_what_does_not_fit_in_memory_goes_past_the_cache(
-    fd: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    need_direct(fd)
-    monkeypatch.setattr(linux, "available_bytes", lambda: 100 * MIB)
-    assert chosen(fd, 99 * MIB).kind == "trial"
-    assert chosen(fd, 101 * MIB).kind == "direct"
-    assert chosen(fd, 101 * MIB, cache="keep").kind == "cached"
-
-
-def test_a_file_that_is_compressed(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes through the page cache and nothing is reserved, unless direct I/O is asked for."""
-    need_direct(fd)
-    reserved: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(linux, "preallocate", lambda *place: reserved.append(place))
-    for compresses in (False, True):
-        monkeypatch.setattr(routes, "compresses", lambda fd, found=compresses: found)
-        monkeypatch.setattr(linux, "compresses", lambda fd, found=compresses: found)
-        route = chosen(fd, cache="drop")
-        assert route.kind == ("cached" if compresses else "direct")
-        assert ("compresses" in str(route.fallback)) is compresses
-        assert chosen(fd, direct=True).kind == "direct"
-        for options in ({}, {"preallocate": False}, {"direct": True}):
-            linux.reserve(fd, 7, 64 * MIB, Config(**options))
-        linux.reserve(fd, 7, MIB, Config())  # a small file
-    place = (fd, 7, 64 * MIB)
-    assert reserved == [place, place, place]
-
-
-@pytest.mark.parametrize("prepare_here", [True, False])
-def test_without_threads_the_submitting_one_moves_the_blocks(fd: int, prepare_here: bool) -> None:
-    ran: list[int] = []
-    engine = ThreadsEngine(0, prepare_here)
-    pool = engine.allocate(1, 4096)
-    engine.open(pool.buffers, 1)
-    buffer = pool.take()
-    buffer.view[:3] = b"abc"
-    request = Request(Op.WRITE, fd, 5, 3, buffer, lambda _: ran.append(threading.get_ident()))
-    engine.submit([request])
-    assert [done.transferred for done in engine.wait(1)] == [3]
-    engine.close()
-    assert ran == [threading.get_ident()]
-    assert os.pread(fd, 9, 0) == bytes(5) + b"abc"
-
-
 def write(fd: int, data: bytes, config: Config) -> ExtentWriter:
     out = ExtentWriter(fd, config)
     try:
@@ -135,25 +87,6 @@ def test_without_memory_for_an_engine(
     assert "block by block: " in str(outcome.fallback)
     assert (outcome.engine, outcome.direct) == ("buffered", False)
     assert outcome.plain_bytes == 1_000_000
-
-
-def test_an_error_of_an_engine_is_no_want_of_memory(
-    fd: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pools: list[BufferPool] = []
-
-    def open_engine(engine: ThreadsEngine, buffers: Any, queue_depth: int) -> None:
-        raise OSError(errno.EIO, "broken")
-
-    def allocate(engine: ThreadsEngine, count: int, nbytes: int) -> BufferPool:
-        pools.append(BufferPool(count, nbytes))
-        return pools[-1]
-
-    monkeypatch.setattr(ThreadsEngine, "open", open_engine)
-    monkeypatch.setattr(ThreadsEngine, "allocate", allocate)
-    with pytest.raises(OSError, match="broken"):
-        write(fd, bytes(1_000_000), Config(**BLOCKS))
-    assert [pool.free for pool in pools] == [0]  # it was given back
 
 
 def test_direct_writes_that_are_refused_all_go_through_the_cache(

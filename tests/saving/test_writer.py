@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import gc
 import io
-import itertools
 import os
 import resource
 import time
@@ -20,16 +18,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.limits import status
 
 import fastserial
 from fastserial import FastFileWriter, WriteError, config, progress
 from fastserial.engines.threads import ThreadsEngine, transfer
-from fastserial.files import destination, linux
-from fastserial.files.destination import temporary_name
+from fastserial.files import destination
 from fastserial.saving.archive import ZipArchive
 
 BLOCKS = {"block_size": 64 * 1024, "queue_depth": 3, "small_file": 0, "cache": "drop"}
-SIZES = [0, 1, 4095, 4096, 4097, 64 * 1024, 64 * 1024 + 1, 1_000_003]
 
 
 def noise(size: int, seed: int = 0) -> bytes:
@@ -48,26 +45,6 @@ def installed(**values: Any) -> Iterator[None]:
 
 def names_in(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("options", [{}, BLOCKS, {**BLOCKS, "direct": False}, {"durable": False}])
-def test_is_a_plain_file(tmp_path: Path, size: int, options: dict[str, Any]) -> None:
-    data = noise(size)
-    path = tmp_path / "file.bin"
-    with FastFileWriter(path, config.current(**options)) as writer:
-        step = size // 10 + 1
-        kinds: Iterator[Any] = itertools.cycle((bytes, bytearray, memoryview))
-        for start, kind in zip(range(0, size, step), kinds, strict=False):
-            piece = kind(data[start : start + step])
-            assert writer.write(piece) == len(piece)
-        assert writer.tell() == size
-        assert not path.exists()
-    assert path.read_bytes() == data
-    assert writer.closed
-    assert writer.tell() == size
-    assert writer.report is not None
-    assert writer.report.bytes == size
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -124,27 +101,6 @@ def test_a_full_disk_keeps_what_was_in_the_callers_file(tmp_path: Path) -> None:
                 finally:
                     resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert path.stat().st_size == 40
-
-
-@pytest.mark.parametrize("use_zip", [True, False])
-def test_an_error_tells_what_all_saves_need(tmp_path: Path, use_zip: bool) -> None:
-    def save(count: int) -> int:
-        with installed(), FastFileWriter(tmp_path / "f") as writer:
-            for _ in range(count):
-                state = {"a": torch.zeros(25_000)}
-                torch.save(state, writer, _use_new_zipfile_serialization=use_zip)
-            return writer.tell()
-
-    whole = save(2)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (120_000, before[1]))
-    try:
-        assert save(1) < 120_000
-        with pytest.raises(WriteError) as caught:
-            save(2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert caught.value.bytes_needed == whole > 200_000
 
 
 @pytest.mark.parametrize("use_zip", [True, False])
@@ -215,39 +171,6 @@ def test_close_after_a_failed_save_keeps_the_old_file(
         fastserial.uninstall()
     assert torch.load(path) == "old"
     assert names_in(tmp_path) == ["x.pt"]
-
-
-def test_close_before_the_first_save_keeps_the_old_file(tmp_path: Path) -> None:
-    """What was to be saved could not be made. A file that is meant to be empty is."""
-    path = tmp_path / "x"
-    path.write_bytes(b"old")
-    writer = FastFileWriter(path)
-    with pytest.raises(KeyError):
-        try:
-            raise KeyError("no state")
-        finally:
-            writer.close()
-    assert path.read_bytes() == b"old"
-    FastFileWriter(path).close()
-    assert path.read_bytes() == b""
-
-
-@pytest.mark.parametrize("use_zip", [True, False])
-@pytest.mark.parametrize("installed", [True, False])
-def test_a_save_while_an_error_is_handled(tmp_path: Path, use_zip: bool, installed: bool) -> None:
-    """The last save of a program that was interrupted."""
-    if installed:
-        fastserial.install()
-    writer = FastFileWriter(tmp_path / "x.pt")
-    try:
-        try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            torch.save([1, torch.ones(3)], writer, _use_new_zipfile_serialization=use_zip)
-            writer.close()
-    finally:
-        fastserial.uninstall()
-    assert torch.load(tmp_path / "x.pt")[0] == 1
 
 
 def test_a_forgotten_writer_saves_nothing(tmp_path: Path) -> None:
@@ -321,80 +244,6 @@ def test_an_error_in_a_thread_reaches_the_caller(
     assert len(os.listdir("/proc/self/task")) <= threads
 
 
-def test_a_lock_of_the_callers_stays(tmp_path: Path) -> None:
-    """A process loses its POSIX locks on a file when it closes any descriptor of it."""
-    data = noise(300_000)
-    with (tmp_path / "f").open("wb") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        with pytest.raises(WriteError, match=r"locked \(lockf\).*end the lock"):
-            FastFileWriter(file)
-        fastserial.install(**BLOCKS)
-        try:
-            torch.save(data, file)
-        finally:
-            fastserial.uninstall()
-        assert linux.is_locked(file.fileno())
-        fcntl.lockf(file, fcntl.LOCK_UN)
-        assert not linux.is_locked(file.fileno())
-    assert "end the lock" in str(fastserial.summary())
-    assert torch.load(tmp_path / "f", weights_only=False) == data
-
-
-NO_DIRECT = {
-    "the file system has no direct I/O for this file": None,
-    "block_size is not a multiple of the device's 131072 bytes": linux.DirectAlignment(
-        131072, 131072, True
-    ),
-}
-
-
-@pytest.mark.parametrize("fallback", NO_DIRECT)
-def test_no_direct_io_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallback: str
-) -> None:
-    monkeypatch.setattr(linux, "direct_alignment", lambda fd: NO_DIRECT[fallback])
-    data = noise(1_000_000)
-    with FastFileWriter(tmp_path / "f", config.current(**BLOCKS)) as writer:
-        writer.write(data)
-    assert (tmp_path / "f").read_bytes() == data
-    assert writer.report is not None
-    assert (writer.report.direct, writer.report.fallback) == (False, fallback)
-
-
-@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EISDIR])
-def test_named_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Where there are no nameless files, the temporary one has a name, until the end."""
-    real = os.open
-
-    def no_tmpfile(path: Any, flags: int, *args: Any, **more: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(number, os.strerror(number))
-        return real(path, flags, *args, **more)
-
-    monkeypatch.setattr(os, "open", no_tmpfile)
-    path = tmp_path / "f"
-    stale = tmp_path / temporary_name("f", 0)
-    stale.write_bytes(b"left by a killed process")
-    data = noise(300_000)
-    with FastFileWriter(path, config.current(**BLOCKS)) as first:
-        first.write(data)
-        assert names_in(tmp_path) == [stale.name]  # taken over: nobody held a lock on it
-        with FastFileWriter(path) as second:
-            second.write(b"second")
-            assert len(names_in(tmp_path)) == 2  # the first one's is alive
-        assert path.read_bytes() == b"second"
-    assert path.read_bytes() == data
-    assert names_in(tmp_path) == ["f"]
-
-
-def test_long_names(tmp_path: Path) -> None:
-    for name in ("x" * 255, "ü" * 127):
-        with FastFileWriter(tmp_path / name) as writer:
-            writer.write(b"data")
-        assert (tmp_path / name).read_bytes() == b"data"
-        assert len(os.fsencode(temporary_name(name, 9999))) <= 255
-
-
 @pytest.mark.parametrize("kind", ["gzip", "bytesio", "directory", "fifo"])
 def test_refuses_what_it_cannot_write(tmp_path: Path, kind: str) -> None:
     targets: dict[str, Any] = {
@@ -424,32 +273,6 @@ def test_report_and_callback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert report.to_dict()["bandwidth"] == report.bandwidth > 0
     assert "on_report failed" in caplog.text
     assert (tmp_path / "f").stat().st_size == 200_000
-
-
-def test_progress_counts_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    value = noise(20 << 20)
-    with FastFileWriter(tmp_path / "f", config.current(progress=True, **BLOCKS)) as writer:
-        writer.write(value)
-    said = capsys.readouterr().err
-    assert "20.0" in said
-    with installed(progress=True, **BLOCKS):
-        torch.save(torch.ones(5 << 20), tmp_path / "f")
-        assert "20.0/20.0 MiB" in capsys.readouterr().err
-        torch.load(tmp_path / "f")
-        assert "20.0/20.0 MiB" in capsys.readouterr().err
-
-
-def test_no_progress_of_what_is_done_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with installed(progress=True, **BLOCKS):
-        torch.save(torch.ones(256), tmp_path / "small")
-        torch.load(tmp_path / "small")
-        with fastserial.options(progress=False):
-            torch.save(torch.ones(5 << 20), tmp_path / "large")
-        with fastserial.open(tmp_path / "large") as file:
-            assert len(list(file.keys())) == 1
-    assert capsys.readouterr().err == ""
 
 
 def test_a_save_does_not_need_its_progress_bar(
@@ -497,13 +320,6 @@ def test_peak_memory_is_the_pool(tmp_path: Path) -> None:
         assert status("VmHWM") - before < 24 << 20
     finally:
         fastserial.uninstall()
-
-
-def status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(field)
 
 
 class Memory(bytearray):

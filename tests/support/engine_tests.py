@@ -123,22 +123,6 @@ class EngineTests:
         assert len(prepared) == 2
         assert opener.content("file") == b""
 
-    def test_any_order(self, engine: Engine, pool: BufferPool, opener: Opener, fd: int) -> None:
-        """Blocks come in any order, of any aligned length, onto what is there already."""
-        rng = random.Random(1)
-        expected = bytearray(noise(7 * BLOCK))
-        os.pwrite(opener.buffered("file"), expected, 0)
-        os.fsync(opener.buffered("file"))
-        requests: list[Request] = []
-        for at in rng.sample(range(0, len(expected), BLOCK), 7):
-            length = rng.randrange(4096, BLOCK + 1, 4096)
-            data = rng.randbytes(length)
-            requests.append(write(fd, at, data))
-            expected[at : at + length] = data
-        for completion in drive(engine, pool, requests):
-            assert (completion.error, completion.transferred) == (None, completion.request.length)
-        assert opener.content("file") == expected
-
     def test_any_length(self, engine: Engine, pool: BufferPool, tmp_path: Path) -> None:
         """Any offset and length, through the page cache."""
         rng = random.Random(2)
@@ -314,18 +298,3 @@ class EngineTests:
         assert threading.active_count() <= before
         os.ftruncate(opener.buffered("file"), 0)
         assert opener.content("file") == b""
-
-    def test_two_at_once(self, engine: Engine, pool: BufferPool, opener: Opener, fd: int) -> None:
-        """Two engines of the same kind do not see each other's requests."""
-        other = type(engine)(1)
-        other_pool = other.allocate(1, BLOCK)
-        other.open(other_pool.buffers, 1)
-        second = opener("second")
-        data = noise(BLOCK)
-        other.submit([into(other_pool.take(), write(second, 0, data))])
-        (mine,) = drive(engine, pool, [write(fd, 0, data[::-1])])
-        (theirs,) = wait_for(other, 1)
-        assert (mine.request.fd, theirs.request.fd) == (fd, second)
-        other.close()
-        other_pool.close()
-        assert opener.content("file") == data[::-1]

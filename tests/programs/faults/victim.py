@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -33,9 +32,7 @@ JOB: dict[str, Any] = {
     "named": False,  # a temporary file with a name
     "pause": False,  # waits for SIGUSR1 before the first save
     "fsize": None,  # a limit on the size of files (bytes)
-    "user": None,  # to run as
     "report": False,  # prints the SaveReport
-    "remove": None,  # a folder that disappears in the middle of the save
     # for controls:
     "unguarded": False,  # overwrites the target where it is: the victim holds it open
     "deaf": False,  # takes every write for a whole one
@@ -72,29 +69,14 @@ def take_every_write_for_a_whole_one() -> None:
     os.pwrite = deaf_pwrite
 
 
-def remove_before_the_rename(folder: str) -> None:
-    real = destination.Replacement.sync
-
-    def sync(self: destination.Replacement) -> None:
-        real(self)
-        shutil.rmtree(folder)
-
-    destination.Replacement.sync = sync
-
-
 def arrange(job: dict[str, Any]) -> None:
     """Set what is to be otherwise."""
     if job["named"]:
         destination._can_link = lambda: False
     if job["fsize"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["fsize"], resource.RLIM_INFINITY))
-    if job["user"] is not None:
-        os.setgid(job["user"])
-        os.setuid(job["user"])
     if job["deaf"]:
         take_every_write_for_a_whole_one()
-    if job["remove"] is not None:
-        remove_before_the_rename(job["remove"])
 
 
 def described(error: Exception) -> dict[str, Any]:

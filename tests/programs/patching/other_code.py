@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 
 import torch
@@ -57,43 +56,6 @@ def replaced_after_install() -> None:
     calls.clear()
     assert not both() and calls
     assert mine.__code__ is stock["_save"].__code__
-
-
-def all_wrapped_after_install() -> None:
-    fastserial.install()
-    for name in [name.rpartition(".")[2] for name in fastserial.status().functions]:
-        ours = getattr(torch.serialization, name)
-        setattr(torch.serialization, name, lambda *args, f=ours, **kwargs: f(*args, **kwargs))
-    assert both() and not fastserial.installed()
-    assert caught(fastserial.install)[0] is False
-    done, warned = caught(fastserial.uninstall)
-    assert done and len(warned) == 1 and "replaced by other code" in warned[0], warned
-    assert not both()
-
-
-def a_second_copy_of_fastserial() -> None:
-    stock = functions()
-    fastserial.install()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "fastserial"]:
-        del sys.modules[name]
-    second = importlib.import_module("fastserial")
-    assert second is not fastserial and second.installed() and fastserial.installed()
-    assert caught(second.install, strict=True) == (True, [])
-    assert second.uninstall() and same(functions(), stock)
-    assert not second.installed() and not fastserial.installed()
-    assert second.install() and second.uninstall() and same(functions(), stock)
-
-
-def reloaded_after_install() -> None:
-    fastserial.install()
-    importlib.reload(torch.serialization)
-    fresh = functions()
-    assert not fastserial.installed()
-    assert "replaced" in fastserial.status().reason
-    assert fastserial.install() and fastserial.installed()
-    assert both(torch.serialization.save)
-    fastserial.uninstall()
-    assert same(functions(), fresh)
 
 
 def an_unknown_version_with_known_functions() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import sys
 import warnings
 
@@ -19,17 +18,6 @@ def at_the_import_of_torch(wanted: str) -> None:
 
     assert fastserial.installed() is (wanted == "True")
     assert both() is (wanted == "True")
-
-
-def a_look_at_torch(value: str) -> None:
-    assert importlib.util.find_spec("torch").loader is not None  # a look is no import
-    import torch
-
-    import fastserial
-
-    assert fastserial.installed() is (value == "1")
-    spec, loader = torch.__spec__, torch.__loader__
-    print(type(loader), vars(loader), spec.loader is loader, spec.origin, spec._initializing)
 
 
 def run_with(*words: str) -> None:
@@ -73,50 +61,6 @@ def run_without_the_pth_file_says_so() -> None:
         run(["program.py"])
     except FastserialError as error:
         print(error)
-
-
-def an_import_that_fails_may_be_tried_again() -> None:
-    from fastserial.import_hook import when_imported
-
-    seen = []
-    when_imported("late", lambda module: seen.append((module, "other" in sys.modules)))
-    try:
-        import late
-    except ImportError:
-        assert not seen
-    sys.ready = True
-    import late
-
-    assert [module for module, _ in seen] == [late]
-    when_imported("late", lambda module: seen.append(module))
-    assert seen[1:] == [late]
-
-
-def threads_see_only_the_finished_module() -> None:
-    import threading
-
-    from fastserial.import_hook import when_imported
-
-    def finish(module):
-        import time
-
-        time.sleep(0.1)
-        module.finished = True
-
-    when_imported("late", finish)
-
-    def look():
-        import late
-
-        seen.append(getattr(late, "finished", False))
-
-    seen = []
-    threads = [threading.Thread(target=look) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == [True] * 8, seen
 
 
 def import_orders(imports: str) -> None:

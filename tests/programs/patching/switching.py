@@ -7,6 +7,8 @@ import io
 import linecache
 import os
 import pickle
+import signal
+import threading
 import traceback
 
 import torch
@@ -14,7 +16,6 @@ from support.patched import NAMES, both, functions, main, same
 from torch import save
 
 import fastserial
-from fastserial.config import current
 from fastserial.patching import install as patching
 
 
@@ -47,41 +48,6 @@ def on_and_off_give_back_the_same_objects() -> None:
         raise SystemExit("no AttributeError")
 
 
-def options_are_kept_and_reset() -> None:
-    fastserial.install(durable=False)
-    fastserial.install()
-    assert current().durable is False
-    fastserial.uninstall()
-    assert current().durable is True
-    try:
-        fastserial.install(colour=1)
-    except fastserial.ConfigError:
-        assert not fastserial.installed()
-    else:
-        raise SystemExit("no ConfigError")
-
-
-def wrong_options_are_told_at_once() -> None:
-    def refused(**options):
-        try:
-            fastserial.install(**options)
-        except (fastserial.ConfigError, fastserial.EngineUnavailableError) as error:
-            return str(error)
-        raise SystemExit(f"{options} went through")
-
-    assert "'thread'" in refused(engine="thread") and "threads" in refused(engine="thread")
-    os.environ["FASTSERIAL_THREADS"] = "two"
-    assert "FASTSERIAL_THREADS" in refused()
-    assert "FASTSERIAL_THREADS" in refused(durable=False)
-    del os.environ["FASTSERIAL_THREADS"]
-    os.environ["FASTSERIAL_ENGINE"] = "warp"
-    assert "'warp'" in refused()
-    assert not fastserial.installed() and not both()
-    assert fastserial.install(engine="threads", threads=2)  # nearer than the environment
-    assert "'thread'" in refused(engine="thread")
-    assert current().engine == "threads" and fastserial.installed()  # as before
-
-
 def the_copies_look_like_the_originals() -> None:
     stock = functions()
     fastserial.install()
@@ -112,6 +78,29 @@ def the_copies_look_like_the_originals() -> None:
         frame = [f for f in frames if f.name == ("_legacy_save" if legacy else "_save")][-1]
         assert "serialization.fastserial-v" in frame.filename
         assert frame.line == "pickler.dump(obj)", frame
+
+
+def a_fork_while_another_thread_installs() -> None:
+    stock = functions()
+    fastserial.install()
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with patching._lock:
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        assert both() and fastserial.install() and fastserial.uninstall()
+        os._exit(not same(functions(), stock))
+    leave.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0 and both()
 
 
 if __name__ == "__main__":
