@@ -122,7 +122,7 @@ def start_save(
         prefix: what is put before the records' names in the archive; by default the file's name.
         otherwise: writes the file, before the call returns, where fastserial cannot; by default
             `torch.save` does.
-        base: an earlier file, from which what is the same is cloned (not what is read in place).
+        base: an earlier file, from which what is the same is cloned.
     """
     began = perf_counter() if began is None else began
     arguments = {**_ARGUMENTS, **(arguments or {})}
