@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from fastserial.files.remote import RemoteSource, is_url
 from fastserial.formats.container import open_container
 from fastserial.formats.pickles import Limits
-from fastserial.formats.source import DescriptorSource, naming
+from fastserial.formats.source import DescriptorSource, Source, naming
 from fastserial.formats.tensors import Outline, TensorEntry
 from fastserial.interrupts import Descriptors
 from fastserial.memory.held_settings import paused_collection
@@ -131,7 +132,7 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
             print(tensor.key, tensor.dtype, tensor.shape, tensor.nbytes)
 
     Args:
-        path: the file, or a folder of torch.distributed.checkpoint.
+        path: the file, its URL, or a folder of torch.distributed.checkpoint.
         limits: what reading the pickle may take (bytes, seconds).
 
     Raises:
@@ -142,11 +143,14 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
     """
     name = os.fspath(path)
     with naming(name), Descriptors() as files, paused_collection():
-        return _inspect(name, files.open(name, os.O_RDONLY | os.O_NONBLOCK), limits)
+        if is_url(name):
+            return _inspect(name, RemoteSource(name), limits)
+        fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
+        return _inspect(name, DescriptorSource(fd), limits)
 
 
-def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:
-    container = open_container(DescriptorSource(fd), name, limits)
+def _inspect(name: str, source: Source, limits: Limits | None) -> Inspection:
+    container = open_container(source, name, limits)
     found = container.outline
     return Inspection(
         path=name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from torch._guards import detect_fake_mode
 
 from fastserial.checkpoints.tensor_read import fetch, meta_of, open_readable
 from fastserial.config import Config
+from fastserial.files.remote import RemoteSource, is_url
 from fastserial.formats.safetensors import TYPE_NAMES
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.tensors import TensorEntry
-from fastserial.loading.reader import OccasionalReader
+from fastserial.loading.reader import OccasionalReader, ReadExtent
 
 
 class LazyCheckpoint:
@@ -38,7 +39,7 @@ class LazyCheckpoint:
         """Open a zip, legacy or safetensors file.
 
         Args:
-            path: the file.
+            path: the file, or the URL of a zip or safetensors file.
             device: where tensors go.
             config: options; by default those in force.
 
@@ -49,10 +50,16 @@ class LazyCheckpoint:
             OSError: it cannot be opened.
         """
         self._device = torch.device(device)
-        self._opened = (os.path.abspath(os.fspath(path)), device, config)
         self._path = os.fspath(path)
-        self._file = OccasionalReader(path, config)
-        self._container = open_readable(DescriptorSource(self._file.fd), self._file.name)
+        remote = is_url(self._path)
+        self._opened = (self._path if remote else os.path.abspath(self._path), device, config)
+        self._file: RemoteReader | OccasionalReader
+        if remote:
+            self._file = RemoteReader(self._path)
+            self._container = open_readable(self._file.source, self._path)
+        else:
+            self._file = OccasionalReader(path, config)
+            self._container = open_readable(DescriptorSource(self._file.fd), self._file.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LazyCheckpoint, self._opened
@@ -123,7 +130,36 @@ class LazyCheckpoint:
             return torch.empty_strided(
                 view.shape, view.stride(), dtype=view.dtype, device=self._device
             )
+        if isinstance(self._file, RemoteReader):
+            return fetch(self._file, base, view, torch.device("cpu")).to(self._device)
         return fetch(self._file, base, view, self._device)
+
+
+class RemoteReader:
+    """A file at a URL, of which ranges are read.
+
+    Attributes:
+        source: its bytes.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Ask for its size; errors as of `RemoteSource`."""
+        self.source = RemoteSource(url)
+
+    def read_into(self, extents: Sequence[ReadExtent]) -> None:
+        """Read extents into host memory; returns when all have arrived.
+
+        Raises:
+            TruncatedCheckpointError: the file became shorter.
+            RemoteError: the store fails.
+        """
+        for extent in extents:
+            buffer = extent.sink.memory_for(0, extent.length) if extent.length else None
+            if buffer is not None:
+                self.source.read_to(buffer.view, extent.offset)
+
+    def close(self) -> None:
+        """Do nothing: no connection is kept for it."""
 
 
 class TensorSlice:

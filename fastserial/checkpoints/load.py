@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import types
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import options
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import ConfigError, CorruptCheckpointError
+from fastserial.files.remote import ReadAhead, RemoteSource, is_url
 from fastserial.files.sources import stamp
 from fastserial.patching.install import installed, patched
 
@@ -23,7 +25,7 @@ def load(f: Any, *args: Any, verify: bool | None = None, **kwargs: Any) -> Any:
         state = fastserial.load("ckpt.pt", verify=True)
 
     Args:
-        f: a path or a file object.
+        f: a path or a file object; also a URL (`s3://…`), from which torch reads.
         args: as `torch.load`.
         kwargs: as `torch.load`.
         verify: compare the CRC-32 of every record that is read. Possible for zip files that are
@@ -36,6 +38,11 @@ def load(f: Any, *args: Any, verify: bool | None = None, **kwargs: Any) -> Any:
             changed while it was read. A `RuntimeError`.
         Exception: whatever `torch.load` raises.
     """
+    if is_url(f):
+        if verify:
+            raise ConfigError(f"{f}: call `fastserial.verify` with it; a load cannot do that")
+        with io.BufferedReader(ReadAhead(RemoteSource(f))) as file:
+            return torch.load(file, *args, **kwargs)
     function = _function()
     if verify and function is torch.load and not installed() and isinstance(f, str | os.PathLike):
         return _verified(function, f, *args, **kwargs)

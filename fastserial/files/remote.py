@@ -1,4 +1,4 @@
-"""Folders that are not local: a bucket's prefix, or any URL that fsspec opens.
+"""Folders and files that are not local: in a bucket, or at any URL that fsspec opens.
 
 obstore moves the bytes where it knows the scheme (`s3`, `gs`, `az`, `file`): parts in parallel, and
 each is tried again if it fails. It downloaded five times as fast as s3fs, and uploaded as fast (a
@@ -9,16 +9,19 @@ from the environment, such as `AWS_ENDPOINT_URL`.
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from fastserial.errors import ConfigError, RemoteError
+from fastserial.errors import ConfigError, RemoteError, TruncatedCheckpointError
 
 _T = TypeVar("_T")
 _CHUNK = 8 * 1024 * 1024
 _CONCURRENT = 4  # parts under way; with `_CHUNK` some 32 MiB of memory
+_TIMEOUT = 60.0  # seconds for which a request to read is tried again
 _MOST_PARTS = 9_000  # S3 takes 10,000 for one object
 _OBSTORE_SCHEMES = {"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file"}
 
@@ -49,6 +52,20 @@ class RemoteFolder(Protocol):
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """Return the bytes of an object, some MiB at a time.
+
+        Raises:
+            FileNotFoundError: there is none of this name.
+        """
+
+    def size(self, name: str) -> int:
+        """Return the size of an object (bytes).
+
+        Raises:
+            FileNotFoundError: there is none of this name.
+        """
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Return some bytes of an object.
 
         Raises:
             FileNotFoundError: there is none of this name.
@@ -132,6 +149,18 @@ class _ObstoreFolder:
         while piece := self._try(what, lambda: next(pieces, None)):
             yield bytes(piece)
 
+    def size(self, name: str) -> int:
+        found = self._try(
+            f"{name} cannot be read", lambda: self._obstore.head(self._store, name)["size"]
+        )
+        return int(found)
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        def part() -> bytes:
+            return bytes(self._obstore.get_range(self._store, name, start=offset, length=nbytes))
+
+        return self._try(f"{name} cannot be read", part)
+
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
@@ -189,6 +218,14 @@ class _FsspecFolder:
             while piece := file.read(_CHUNK):
                 yield piece
 
+    def size(self, name: str) -> int:
+        with self._named(f"{name} cannot be read"):
+            return int(self._files.size(self._path(name)))
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        with self._named(f"{name} cannot be read"):
+            return bytes(self._files.cat_file(self._path(name), offset, offset + nbytes))
+
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             with (
@@ -196,6 +233,121 @@ class _FsspecFolder:
                 contextlib.suppress(FileNotFoundError),
             ):
                 self._files.rm_file(self._path(name))
+
+
+def is_url(path: object) -> bool:
+    """Return whether a path is a URL, such as `s3://bucket/run/model.pt`."""
+    return isinstance(path, str) and "://" in path
+
+
+class RemoteSource:
+    """An object at a URL, which is read in ranges; those of a large one at the same time.
+
+        source = RemoteSource("s3://bucket/run/model.pt")
+        source.read_at(0, 4)
+
+    Attributes:
+        name: the URL.
+        size: of the object (bytes).
+    """
+
+    def __init__(self, url: str) -> None:
+        """Ask for its size.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            RemoteError: the store cannot be reached.
+            ConfigError: as `remote_folder`.
+        """
+        folder, _, self._name = url.rpartition("/")
+        self._folder = remote_folder(folder, _TIMEOUT)
+        self.name = url
+        self.size = self._folder.size(self._name)
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Return `nbytes` bytes from `offset` on.
+
+        Raises:
+            TruncatedCheckpointError: there are not as many.
+            RemoteError: the store fails.
+        """
+        data = bytearray(max(0, nbytes))
+        self.read_to(memoryview(data), offset)
+        return bytes(data)
+
+    def read_to(self, view: memoryview, offset: int) -> None:
+        """Fill host memory with the bytes from `offset` on; errors as of `read_at`."""
+        nbytes = len(view)
+        if offset < 0 or offset + nbytes > self.size:
+            raise TruncatedCheckpointError(f"the file ends at byte {self.size}: truncated")
+
+        def part(start: int) -> None:
+            length = min(_CHUNK, nbytes - start)
+            found = self._folder.read(self._name, offset + start, length)
+            if len(found) != length:
+                raise TruncatedCheckpointError("the file became shorter while it was read")
+            view[start : start + length] = found
+
+        if nbytes <= _CHUNK:
+            for start in range(0, nbytes, _CHUNK):
+                part(start)
+            return
+        with ThreadPoolExecutor(_CONCURRENT) as threads:
+            list(threads.map(part, range(0, nbytes, _CHUNK)))
+
+
+class ReadAhead(io.RawIOBase):
+    """A remote file that is read from front to back: the next parts are on their way.
+
+    Parts that were read stay until eight others came: the program may go back a little.
+    """
+
+    def __init__(self, source: RemoteSource) -> None:
+        super().__init__()
+        self._source = source
+        self.name, self.size = source.name, source.size
+        self._at = 0
+        self._parts: dict[int, Future[bytes]] = {}  # by their number
+        self._threads = ThreadPoolExecutor(_CONCURRENT)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self.size)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        number, start = divmod(self._at, _CHUNK)
+        if not view or self._at >= self.size:
+            return 0
+        found = self._part(number)[start : start + len(view)]
+        view[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+    def _part(self, number: int) -> memoryview:
+        count = -(-self.size // _CHUNK)
+        for wanted in range(number, min(number + _CONCURRENT, count)):
+            if wanted not in self._parts:
+                start = wanted * _CHUNK
+                nbytes = min(_CHUNK, self.size - start)
+                self._parts[wanted] = self._threads.submit(self._source.read_at, start, nbytes)
+        for old in [one for one in self._parts if one < number][: -2 * _CONCURRENT]:
+            del self._parts[old]
+        return memoryview(self._parts[number].result())
+
+    def close(self) -> None:
+        if not self.closed:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        super().close()
 
 
 def _first_line(error: BaseException) -> str:

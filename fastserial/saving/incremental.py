@@ -35,7 +35,7 @@ from fastserial.config.performance import CLONED_PIECE, FILL_CHUNK, PAGE
 from fastserial.errors import ConfigError
 from fastserial.formats.extents import Data, Extent
 from fastserial.interrupts import Background, Descriptors, finish
-from fastserial.memory.storages import HostMemory, StorageMemory, StorageOnHost, is_plain
+from fastserial.memory.storages import StorageMemory, StorageOnHost, is_plain
 from fastserial.nests import walk
 from fastserial.reasons import Reason
 
@@ -243,11 +243,7 @@ class Base:
         begin, end = at + offset, at + offset + length
         low = -(-begin // self._block) * self._block
         high = min(end, self._size) // self._block * self._block
-        # a snapshot read in place counts what is read of it: each byte once
-        readable = isinstance(source, Data) and isinstance(
-            source.memory, HostMemory | StorageMemory
-        )
-        if not readable or low >= high or self.reason is not None:
+        if not isinstance(source, Data) or low >= high or self.reason is not None:
             yield extent, False
             return
         for first, stop in pairwise((begin, *range(low, high, CLONED_PIECE), high, end)):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from support import processes
 
+import fastserial
 from fastserial import Checkpointer
 from fastserial.files.remote import remote_folder
 
@@ -127,6 +128,11 @@ def test_a_run_goes_on_from_the_bucket(tmp_path: Path, proxy: type[Proxy], faili
     assert (local / names[-1]).read_bytes() == expected
     assert weight.eq(4).all()
     assert bool(proxy.failed) == bool(failing)
+    newest = f"{url}/{names[-1]}"  # and read where it is
+    assert fastserial.verify(newest).ok
+    assert torch.equal(fastserial.load(newest)["weight"], weight)
+    with fastserial.open(newest) as file:
+        assert torch.equal(file.get_slice("weight")[5:9], weight[5:9])
 
 
 def test_a_network_that_is_down_ends_no_run(tmp_path: Path, proxy: type[Proxy]) -> None:

@@ -14,7 +14,7 @@ from time import perf_counter
 from fastserial.checkpoints.verify.file_list import is_file_list, verify_file_list
 from fastserial.checkpoints.verify.folder import verify_folder
 from fastserial.checkpoints.verify.report import Problem, VerifyReport
-from fastserial.checkpoints.verify.zip import FilePart, verify_zip
+from fastserial.checkpoints.verify.zip import FilePart, RemotePart, verify_zip
 from fastserial.config import Config, current
 from fastserial.errors import (
     CorruptCheckpointError,
@@ -22,6 +22,7 @@ from fastserial.errors import (
     UnreadableCheckpointError,
 )
 from fastserial.files.linux import cached_fraction, synced
+from fastserial.files.remote import RemoteSource, is_url
 from fastserial.files.sources import stamp
 from fastserial.formats.container import (
     Format,
@@ -56,7 +57,7 @@ def verify(
     files that a list names (an index of shards, `fastserial_complete.json`) must exist.
 
     Args:
-        path: the file, or the folder.
+        path: the file, its URL, or the folder.
         config: block size, queue depth and threads; by default the options in force.
         cold: drop it from the page cache first, so that what the device holds is checked.
 
@@ -74,6 +75,9 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
     reason, changed = None, False
     try:
         with Descriptors() as files:
+            if is_url(name):
+                _verify_remote(name, report)
+                return report
             if cold:
                 settings, reason = replace(settings, direct=True), _evict(name)
             fd = opened
@@ -112,6 +116,20 @@ def _verify_file(fd: int, name: str, found: Format, settings: Config, report: Ve
         verify_file_list(fd, name, report)
     else:
         report.undecided(_REASONS.get(found, found.value))
+
+
+def _verify_remote(url: str, report: VerifyReport) -> None:
+    part = RemotePart(RemoteSource(url))
+    report.bytes = part.size
+    found = detect(part, url)
+    if found in (Format.ZIP, Format.DAMAGED_ZIP):
+        verify_zip(part, report)
+    elif found is Format.SAFETENSORS:
+        report.format = found.value
+        report.notes.append("safetensors files have no checksums: structure only")
+        report.records = len(SafetensorsContainer(part).outline.storages)
+    else:
+        report.undecided("of files at URLs, zip and safetensors can be verified: download it")
 
 
 def _verify_structure(fd: int, found: Format, report: VerifyReport) -> None:

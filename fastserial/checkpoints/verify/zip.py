@@ -6,6 +6,7 @@ import contextlib
 import io
 import pickletools
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from fastserial.errors import (
     PickleLimitError,
     TransferAbandonedError,
 )
+from fastserial.files.remote import ReadAhead, RemoteSource
 from fastserial.formats import zip_format, zip_layout
 from fastserial.formats.source import BytesSource, DescriptorSource, Source
 from fastserial.formats.tensors import ITEM_BYTES, Outline, zip_outline
@@ -108,6 +110,47 @@ class FilePart:
         return crc
 
 
+class RemotePart:
+    """A file at a URL, which is read once: what lies between its records is kept.
+
+    Attributes:
+        size: of the file (bytes).
+    """
+
+    def __init__(self, remote: RemoteSource) -> None:
+        self.source: Source = self
+        self.size = remote.size
+        self._remote = remote
+        self._starts: list[int] = []  # of what is kept,
+        self._texts: list[bytes] = []  # ... and its bytes
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Return `nbytes` bytes from `offset` on; errors as of `RemoteSource`."""
+        index = bisect_right(self._starts, offset) - 1
+        if index >= 0:
+            start, text = self._starts[index], self._texts[index]
+            if offset + nbytes <= start + len(text):
+                return text[offset - start : offset - start + nbytes]
+        return self._remote.read_at(offset, nbytes)
+
+    def checksums(self, spans: Sequence[Span]) -> list[int | OSError | None]:
+        """Return the CRC-32 of each span, as `FilePart.checksums`."""
+        found: list[int | OSError | None] = []
+        at = 0
+        with io.BufferedReader(ReadAhead(self._remote)) as file:
+            for start, nbytes in spans:
+                if start - at <= _LONGEST_GAP:
+                    file.seek(at)
+                    self._starts.append(at)
+                    self._texts.append(file.read(start - at))
+                file.seek(start)
+                at, crc = start + nbytes, 0
+                for done in range(0, nbytes, STREAM_CHUNK):
+                    crc = crc32(file.read(min(STREAM_CHUNK, nbytes - done)), crc)
+                found.append(crc)
+        return found
+
+
 def _crc_of(ledger: CrcLedger, index: int) -> int | None:
     try:
         return ledger.wait(index)
@@ -126,7 +169,7 @@ _MOST_VERSION = 64
 _MOST_PICKLE = _MOST_INFLATED = 256 * 1024 * 1024
 
 
-def verify_zip(archive: FilePart, report: VerifyReport) -> None:
+def verify_zip(archive: FilePart | RemotePart, report: VerifyReport) -> None:
     """Check every record's CRC-32 and the whole structure of a zip archive.
 
     Raises:
