@@ -56,7 +56,7 @@ FAULTS = [
     Fault("the file object is left where it was", "saving/writer.py", "self._destination.file.seek(self._destination.start + self._written)", "pass"),  # noqa: E501
     Fault("a forked child discards its parent's file", "saving/writer.py", "if os.getpid() != self._pid:", "if False:"),  # noqa: E501
     Fault("a short read counts as whole", "loading/pump.py", "while moved < block.length:", "while False:"),  # noqa: E501
-    Fault("any error is taken for refused direct I/O", "loading/pump.py", "if error.errno != errno.EINVAL:", "if False:"),  # noqa: E501
+    Fault("any error is taken for refused direct I/O", "loading/pump.py", "refused = isinstance(error, OSError) and error.errno == errno.EINVAL", "refused = True"),  # noqa: E501
     Fault("a read too few is waited for", "loading/pump.py", "        while self.in_flight:\n            self.reap()", "        while self.in_flight > 1:\n            self.reap()"),  # noqa: E501
     Fault("a direct read begins a block late", "loading/reader.py", "start = near[0].offset - near[0].offset % alignment", "start = near[0].offset + -near[0].offset % alignment"),  # noqa: E501
     Fault("runs are joined over large holes", "loading/reader.py", "at - end > NEAR_EXTENTS", "at - end > 2**40"),  # noqa: E501
