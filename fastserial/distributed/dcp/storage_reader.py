@@ -303,7 +303,7 @@ class ShardReader:
         )
 
 
-_REPLACED = "another save into this folder completed while it was loaded: load again"
+REPLACED = "another save into this folder completed while it was loaded: load again"
 
 
 class FastStorageReader(FileSystemReader):
@@ -316,6 +316,7 @@ class FastStorageReader(FileSystemReader):
 
     Attributes:
         between: called now and then while items are read.
+        metadata: of the checkpoint, once it is known.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, **stock: Any) -> None:
@@ -330,7 +331,7 @@ class FastStorageReader(FileSystemReader):
         super().__init__(path, **stock)
         self._verify = verify
         self.between: Callable[[], None] = lambda: None
-        self._metadata: Metadata | None = None
+        self.metadata: Metadata | None = None
         self._tensors: dict[tuple[str, Any], tuple[torch.dtype, tuple[int, ...]]] = {}
         self._seen: tuple[str, FileStamp] | None = None  # path of `.metadata`, and its state
 
@@ -339,7 +340,7 @@ class FastStorageReader(FileSystemReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start another load, from another folder if one is given."""
         super().reset(checkpoint_id)
-        self._metadata = None
+        self.metadata = None
         self._seen = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -379,7 +380,7 @@ class FastStorageReader(FileSystemReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Take the metadata of the checkpoint."""
-        self._metadata = metadata
+        self.metadata = metadata
         self._tensors = {
             (key, chunk.offsets): (entry.properties.dtype, tuple(chunk.sizes))
             for key, entry in metadata.state_dict_metadata.items()
@@ -400,7 +401,7 @@ class FastStorageReader(FileSystemReader):
             self._read(plan.items, planner)
         except FileNotFoundError as error:
             if self._is_replaced():
-                raise CheckpointReplacedError(errno.ENOENT, _REPLACED, error.filename) from error
+                raise CheckpointReplacedError(errno.ENOENT, REPLACED, error.filename) from error
             raise
         future: Future[None] = Future()
         future.set_result(None)
@@ -446,13 +447,13 @@ class FastStorageReader(FileSystemReader):
         self, items: Sequence[ReadItem], planner: LoadPlanner
     ) -> dict[str, list[WantedItem]]:
         """Return the wanted items of each file. Stock reads those that went through extensions."""
-        if self._metadata is None:
+        if self.metadata is None:
             raise ValueError("read_data was called before set_up_storage_reader")
         found: dict[MetadataIndex, WantedItem] = {}
         extended: list[ReadItem] = []
         for request in items:
             index = request.storage_index
-            info = self._metadata.storage_data[index]
+            info = self.metadata.storage_data[index]
             if getattr(info, "transform_descriptors", None):
                 extended.append(request)
             elif index in found:
