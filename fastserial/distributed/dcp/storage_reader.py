@@ -316,7 +316,6 @@ class FastStorageReader(FileSystemReader):
 
     Attributes:
         between: called now and then while items are read.
-        metadata: of the checkpoint, once it is known.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, **stock: Any) -> None:
@@ -331,7 +330,7 @@ class FastStorageReader(FileSystemReader):
         super().__init__(path, **stock)
         self._verify = verify
         self.between: Callable[[], None] = lambda: None
-        self.metadata: Metadata | None = None
+        self._metadata: Metadata | None = None
         self._tensors: dict[tuple[str, Any], tuple[torch.dtype, tuple[int, ...]]] = {}
         self._seen: tuple[str, FileStamp] | None = None  # path of `.metadata`, and its state
 
@@ -340,7 +339,7 @@ class FastStorageReader(FileSystemReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start another load, from another folder if one is given."""
         super().reset(checkpoint_id)
-        self.metadata = None
+        self._metadata = None
         self._seen = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -380,7 +379,7 @@ class FastStorageReader(FileSystemReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Take the metadata of the checkpoint."""
-        self.metadata = metadata
+        self._metadata = metadata
         self._tensors = {
             (key, chunk.offsets): (entry.properties.dtype, tuple(chunk.sizes))
             for key, entry in metadata.state_dict_metadata.items()
@@ -447,13 +446,13 @@ class FastStorageReader(FileSystemReader):
         self, items: Sequence[ReadItem], planner: LoadPlanner
     ) -> dict[str, list[WantedItem]]:
         """Return the wanted items of each file. Stock reads those that went through extensions."""
-        if self.metadata is None:
+        if self._metadata is None:
             raise ValueError("read_data was called before set_up_storage_reader")
         found: dict[MetadataIndex, WantedItem] = {}
         extended: list[ReadItem] = []
         for request in items:
             index = request.storage_index
-            info = self.metadata.storage_data[index]
+            info = self._metadata.storage_data[index]
             if getattr(info, "transform_descriptors", None):
                 extended.append(request)
             elif index in found:

@@ -14,7 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -71,7 +75,7 @@ def load_dcp_folder(
             name = path_of(path, into, "distributed.load(path, into)")
             contents: _FolderContents = traffic.decide(None, lambda _: _contents_of(name))
             reader = _FolderReader(name, config.verify_on_load, traffic.alive)
-            reader.set_up_storage_reader(reader.read_metadata(), False)
+            metadata = reader.read_metadata()
             if _version_of(name) != contents.version:
                 raise CheckpointReplacedError(errno.ENOENT, REPLACED, name)
             leaves = file_leaves(contents.value)
@@ -85,7 +89,7 @@ def load_dcp_folder(
             refusal = refusal_of(name, [one.problems for one in every], missing, names, strict)
             if not refusal:
                 planned, is_filling = perf_counter(), True
-                reader.fill(match, contents.keys)
+                reader.fill(match, contents.keys, metadata)
                 phases = {"plan": planned - began, "own": perf_counter() - planned, "share": 0.0}
                 line = RankReport(
                     rank=traffic.rank,
@@ -162,8 +166,9 @@ class _FolderReader(FastStorageReader):
         self.between = between
         self.nbytes, self.engine, self.is_verified = 0, "buffered", verify
 
-    def fill(self, match: Match, keys: dict[int, str]) -> None:
+    def fill(self, match: Match, keys: dict[int, str], metadata: Metadata) -> None:
         """Read the tensors that a rank wants, given the key of each by its offset."""
+        self.set_up_storage_reader(metadata, False)
         planner = FastLoadPlanner()
         items: list[ReadItem] = []
         for tensor, held in match.jobs:
@@ -171,7 +176,7 @@ class _FolderReader(FastStorageReader):
             for box, view in held.parts if key else ():
                 index = MetadataIndex(key, torch.Size(box.offsets))
                 planner.views[index] = view
-                entry: Any = self.metadata.state_dict_metadata[key]
+                entry: Any = metadata.state_dict_metadata[key]
                 chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
                 items += create_read_items_for_chunk_list(key, entry, [chunk])
         self.read_data(LoadPlan(items), planner).wait()
