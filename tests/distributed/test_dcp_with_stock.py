@@ -12,15 +12,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.nests import differing
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.utils._pytree import tree_map
 
-from fastserial import convert, verify
+from fastserial import DistributedError, convert, distributed, verify
 from fastserial.distributed import (
     FastLoadPlanner,
     FastSavePlanner,
     FastStorageReader,
     FastStorageWriter,
 )
+from fastserial.distributed.dcp.planners import divide
+from fastserial.distributed.onefile import dcp_folder
 from fastserial.errors import (
     CheckpointReplacedError,
     FastserialError,
@@ -106,6 +109,41 @@ def test_a_save_that_completes_during_a_load(tmp_path: Path) -> None:
 
 
 WRAPPING = ("detach", "alias", "clone", "slice", "view")
+
+
+def test_a_save_that_completes_while_its_contents_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`distributed.load` would fill one rank from this checkpoint, and the next from another."""
+    read = dcp_folder._contents_of
+
+    def late(path: str) -> Any:
+        found = read(path)
+        dcp.save(a_state(2), storage_writer=FastStorageWriter(tmp_path))
+        return found
+
+    dcp.save(a_state(1), storage_writer=FastStorageWriter(tmp_path))
+    monkeypatch.setattr(dcp_folder, "_contents_of", late)
+    state = a_state(0)
+    with pytest.raises(DistributedError, match="load again"):
+        distributed.load(tmp_path, state)
+    assert_same(state, a_state(0))
+    monkeypatch.undo()
+    distributed.load(tmp_path, state)
+    assert_same(state, a_state(2))
+
+
+def test_a_value_on_one_rank_and_a_tensor_on_another() -> None:
+    """Stock fails, too, with neither key nor rank."""
+    value, tensor = (
+        create_default_local_save_plan({"x.y": one}, False) for one in (3, torch.zeros(3))
+    )
+    for plans, ranks in (
+        ([value, tensor, tensor], "0 and 1"),
+        ([tensor, tensor, value], "0 and 2"),
+    ):
+        with pytest.raises(ValueError, match=rf"^x\.y: a value on one of the ranks {ranks}"):
+            divide(plans, False, set(), set())
 
 
 class Wrapper(torch.Tensor):

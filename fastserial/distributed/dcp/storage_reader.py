@@ -303,7 +303,7 @@ class ShardReader:
         )
 
 
-_REPLACED = "another save into this folder completed while it was loaded: load again"
+REPLACED = "another save into this folder completed while it was loaded: load again"
 
 
 class FastStorageReader(FileSystemReader):
@@ -400,7 +400,7 @@ class FastStorageReader(FileSystemReader):
             self._read(plan.items, planner)
         except FileNotFoundError as error:
             if self._is_replaced():
-                raise CheckpointReplacedError(errno.ENOENT, _REPLACED, error.filename) from error
+                raise CheckpointReplacedError(errno.ENOENT, REPLACED, error.filename) from error
             raise
         future: Future[None] = Future()
         future.set_result(None)

@@ -6,25 +6,33 @@ messages: what is in the folder; what does not fit; what was read.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from fastserial.checksums import crc32
 from fastserial.config import current
 from fastserial.distributed.conversion import FolderSource
+from fastserial.distributed.dcp.folder import METADATA
 from fastserial.distributed.dcp.planners import FastLoadPlanner
-from fastserial.distributed.dcp.storage_reader import FastStorageReader
+from fastserial.distributed.dcp.storage_reader import REPLACED, FastStorageReader
 from fastserial.distributed.onefile.loader import HALFWAY, refusal_of
 from fastserial.distributed.plan.matching import Match, file_leaves, path_name, unused
 from fastserial.distributed.ranks.group import collective, node_name, path_of
 from fastserial.distributed.sharding.file_index import without_bytes
-from fastserial.errors import DistributedError, LoadMismatchError
+from fastserial.errors import CheckpointReplacedError, DistributedError, LoadMismatchError
 from fastserial.reports import LoadReport, RankReport, publish_load
 
 
@@ -34,10 +42,12 @@ class _FolderContents(NamedTuple):
     Attributes:
         value: the nest, with a `FileTensor` for each tensor.
         keys: of the tensors, by their offsets.
+        version: of the checkpoint: see `_version_of`.
     """
 
     value: Any
     keys: dict[int, str]
+    version: int
 
 
 class _FolderFit(NamedTuple):
@@ -64,6 +74,10 @@ def load_dcp_folder(
             config = current()
             name = path_of(path, into, "distributed.load(path, into)")
             contents: _FolderContents = traffic.decide(None, lambda _: _contents_of(name))
+            reader = _FolderReader(name, config.verify_on_load, traffic.alive)
+            metadata = reader.read_metadata()
+            if _version_of(name) != contents.version:
+                raise CheckpointReplacedError(errno.ENOENT, REPLACED, name)
             leaves = file_leaves(contents.value)
             match = Match(traffic.rank, traffic.ranks, cast)
             match.compare(into, contents.value)
@@ -75,8 +89,7 @@ def load_dcp_folder(
             refusal = refusal_of(name, [one.problems for one in every], missing, names, strict)
             if not refusal:
                 planned, is_filling = perf_counter(), True
-                reader = _FolderReader(name, config.verify_on_load, traffic.alive)
-                reader.fill(match, contents.keys)
+                reader.fill(match, contents.keys, metadata)
                 phases = {"plan": planned - began, "own": perf_counter() - planned, "share": 0.0}
                 line = RankReport(
                     rank=traffic.rank,
@@ -112,11 +125,19 @@ def load_dcp_folder(
 
 def _contents_of(path: str) -> _FolderContents:
     """Read what is in a folder, without the bytes of tensors. Executes no pickle."""
+    version = _version_of(path)
     source = FolderSource(path)
     try:
-        return _FolderContents(_numbered(without_bytes(source.value, source)), source.keys)
+        value = _numbered(without_bytes(source.value, source))
+        return _FolderContents(value, source.keys, version)
     finally:
         source.close()
+
+
+def _version_of(path: str) -> int:
+    """Return the CRC-32 of `.metadata`: all ranks need the same checkpoint."""
+    with open(os.path.join(path, METADATA), "rb") as file:
+        return crc32(file.read())
 
 
 def _numbered(value: Any) -> Any:
@@ -145,9 +166,8 @@ class _FolderReader(FastStorageReader):
         self.between = between
         self.nbytes, self.engine, self.is_verified = 0, "buffered", verify
 
-    def fill(self, match: Match, keys: dict[int, str]) -> None:
+    def fill(self, match: Match, keys: dict[int, str], metadata: Metadata) -> None:
         """Read the tensors that a rank wants, given the key of each by its offset."""
-        metadata = self.read_metadata()
         self.set_up_storage_reader(metadata, False)
         planner = FastLoadPlanner()
         items: list[ReadItem] = []
