@@ -28,6 +28,7 @@ from fastserial.distributed.sharding.file_index import (
     fingerprint,
     index_of_file,
 )
+from fastserial.distributed.sharding.grid import Grid
 from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMismatchError
 from fastserial.formats.safetensors import INDEX, ONE_FILE
 from fastserial.interrupts import finish
@@ -158,7 +159,9 @@ class LoadTask:
         with paused_collection():
             value = self._contents(self._read_index())
             leaves = file_leaves(value)
-            grids = grids_of(leaves)
+            grids: dict[int, Grid] = {}
+            for name in self._readers:  # tensors of two files may lie at the same offset
+                grids |= grids_of([one for one in leaves if self._is_in(name, one[1])])
             tied = self._container == "safetensors"  # a file has the first of tied tensors only
             self._match = match = Match(traffic.rank, traffic.ranks, cast, tied)
             match.compare(into, value)
@@ -287,8 +290,9 @@ class LoadTask:
             self._shared_seconds += perf_counter() - began
         self._shared_seconds -= self._own_seconds
 
-    def _is_in(self, name: str, tensor: FileTensor) -> bool:
-        return self._file_of[tensor.number] == name
+    def _is_in(self, name: str, leaf: object) -> bool:
+        """Return whether a leaf is a tensor of a file."""
+        return isinstance(leaf, FileTensor) and self._file_of[leaf.number] == name
 
     def _judge(self) -> _LoadResult:
         """Compare the checksums with what all ranks read, and gather what they did."""
