@@ -47,6 +47,8 @@ def without_copies(patch: Any) -> None:
 class Counting(nn.Module):
     """Has a large buffer that each forward pass changes in place."""
 
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(300_000))

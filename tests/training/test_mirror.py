@@ -26,7 +26,9 @@ pytest.importorskip("obstore")
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if name != ".fastserial.lock")
+    """Return what there is; nothing before the first save has made the folder."""
+    there = os.listdir(folder) if folder.exists() else []
+    return sorted(name for name in there if name != ".fastserial.lock")
 
 
 def file(step: int) -> str:
