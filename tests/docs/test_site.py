@@ -61,7 +61,7 @@ def test_api_page_names_all_that_is_public() -> None:
     for name in fastserial.__all__:
         value = getattr(fastserial, name)
         if isinstance(value, type) and issubclass(value, BaseException):
-            assert name in errors.__all__  # shown as a whole
+            assert value.__module__ == errors.__name__  # shown as a whole
         elif name != "__version__":
             public.add(f"fastserial.{name}")
     assert "fastserial.errors" in shown
