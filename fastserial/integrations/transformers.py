@@ -63,19 +63,35 @@ class CheckpointCallback(CallbackBase):
 
     def __init__(self) -> None:
         self._limit: int | None = None
-        self._earlier: set[Path] = set()  # folders of earlier runs, which may be overwritten
+        self._states: dict[Path, tuple[int, int] | None] = {}
+        self._suspended: tuple[Path, str | None] | None = None  # a folder, and its previous mark
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Take over the removal of old checkpoints; record which exist."""
         if args.save_total_limit is not None:
             self._limit, args.save_total_limit = args.save_total_limit, None
-        self._earlier = set(_checkpoints(Path(args.output_dir)))
+        self._states = {one: _version(one) for one in _checkpoints(Path(args.output_dir))}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Mark a folder of an earlier run as unfinished: it may be overwritten now."""
         folder = _folder_of(args, state)
-        if folder in self._earlier and state.is_world_process_zero:
-            replace_text(str(folder / MARK), _UNFINISHED)
+        if folder in self._states and state.is_world_process_zero:
+            mark = folder / MARK
+            self._suspended = folder, mark.read_text("utf-8") if mark.exists() else None
+            replace_text(str(mark), _UNFINISHED)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Restore the mark of a folder that was not overwritten."""
+        self._restore_mark()
+
+    def _restore_mark(self) -> None:
+        if self._suspended is None:
+            return
+        (folder, text), self._suspended = self._suspended, None
+        if text is not None:
+            replace_text(str(folder / MARK), text)
+        else:
+            (folder / MARK).unlink(missing_ok=True)
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Mark the checkpoint that the Trainer has just written.
@@ -84,7 +100,25 @@ class CheckpointCallback(CallbackBase):
             IncompleteCheckpointError: another rank could not sync its files.
             OSError: this rank could not.
         """
-        folder = _folder_of(args, state)
+        self._complete(args, state, _folder_of(args, state))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Mark what `JITCheckpointCallback` saved after a signal, without a call of `on_save`."""
+        for step in (state.global_step - 1, state.global_step):  # it may come before a step ends
+            folder = Path(args.output_dir) / f"checkpoint-{step}"
+            if _on_any_rank(state.is_world_process_zero and self._is_new(folder)):
+                self._complete(args, state, folder)
+        self._restore_mark()
+        if self._limit is not None:
+            args.save_total_limit, self._limit = self._limit, None
+
+    def _is_new(self, folder: Path) -> bool:
+        """Return whether a whole checkpoint without a mark was written since training began."""
+        found = _version(folder)
+        written = found is not None and found != self._states.get(folder)
+        return written and not (folder / _SENTINEL).exists() and not is_complete(folder)
+
+    def _complete(self, args: Any, state: Any, folder: Path) -> None:
         failure: OSError | None = None
         _on_any_rank(False)  # all ranks have written their files
         if folder.is_dir() and int(args.local_process_index) == 0:
@@ -96,14 +130,10 @@ class CheckpointCallback(CallbackBase):
             raise failure or IncompleteCheckpointError(f"{folder}: another rank could not sync it")
         if folder.is_dir() and state.is_world_process_zero:
             _mark(folder)
-            self._earlier.discard(folder)
+            self._suspended = None
+            self._states.pop(folder, None)
             if self._limit is not None and self._limit > 0:
                 _remove_old(folder, self._limit, state.best_model_checkpoint)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Give the Trainer its limit back."""
-        if self._limit is not None:
-            args.save_total_limit, self._limit = self._limit, None
 
 
 def resume_from(output_dir: str | os.PathLike[str]) -> str | None:
@@ -182,6 +212,15 @@ def _mark(folder: Path) -> None:
     files = {str(one.relative_to(folder)): one.stat().st_size for one in _files(folder)}
     text = json.dumps({"version": _VERSION, "files": files}, indent=1)
     replace_text(str(folder / MARK), text)
+
+
+def _version(folder: Path) -> tuple[int, int] | None:
+    """Return what identifies a version of a checkpoint; None if it is unfinished."""
+    try:
+        found = os.stat(folder / _LAST_WRITTEN)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _folder_of(args: Any, state: Any) -> Path:

@@ -54,8 +54,11 @@ class HeldSetting:
             change.append(self._get())
 
     def _restore(self, change: list[tuple[Any, ...]]) -> None:
-        """Undo a change, if it is the one that is in force."""
-        if change and change is self._change:
+        """Undo a change, if it is the one that is in force.
+
+        If none is, another thread changed the setting, and restored it, while this change began.
+        """
+        if change and (change is self._change or not self._change):
             if len(change) == 1 or change[1][0] == self._get()[0]:
                 self._put(*change[0])
             self._change = []

@@ -150,10 +150,9 @@ def start_save(
     del obj
     if found.taken.kind == "copy":
         save = PendingSave(name, target)
-        with quick_switches():
-            if pending.run_in_background(save, found):
-                found.taken.end_call()
-                return save
+        if pending.run_in_background(save, found):
+            found.taken.end_call()
+            return save
         found.taken.kind = "blocking"
     return pending.run_at_once(name, target, found)
 

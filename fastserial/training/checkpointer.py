@@ -191,6 +191,7 @@ class Checkpointer:
                 "incremental=True is for one process: several ranks write all of each file. "
                 "Leave it out"
             )
+        self._processes = _processes()
         self._prepared = 0  # the process that has the lock: not its forked child
         self._last: PendingSave | None = None
         self._began = perf_counter()  # the start of the last save
@@ -250,7 +251,7 @@ class Checkpointer:
             return None
         self.wait()
         if self._prepared != os.getpid():
-            self._ranks.prepare(self._folder)
+            self._prepare()
             self._on_main(self._manager.warn_of_later, step)
             self._prepared = os.getpid()
         self._last = save = self._ranks.start(self._job(step, metrics, began))
@@ -305,6 +306,14 @@ class Checkpointer:
             began,
         )
 
+    def _prepare(self) -> None:
+        if self._processes == 1 < _processes():
+            raise ConfigError(
+                f"{self._folder.path}: this Checkpointer was made before init_process_group(), so "
+                "that each rank would save its own state to the same files. Make it after that"
+            )
+        self._ranks.prepare(self._folder)
+
     def wait(self) -> None:
         """Wait until the checkpoint that was started last is in place.
 
@@ -330,7 +339,7 @@ class Checkpointer:
             Exception: an object cannot be pickled.
         """
         path = self._folder.path
-        self._ranks.prepare(self._folder)
+        self._prepare()
         nbytes = self._ranks.size_of(self._job(0, None, 0.0))
         try:
             with tempfile.TemporaryFile(dir=path):
@@ -614,6 +623,14 @@ def _handle(handler: Any, number: int, frame: FrameType | None) -> None:
     elif handler != signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+def _processes() -> int:
+    """Return the number of processes in the default process group; without one, 1."""
+    import torch.distributed
+
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if grouped else 1
 
 
 def _ranks_of(

@@ -143,6 +143,7 @@ class CheckpointFolder:
             gc.collect()  # it may be unreachable
         if path in _holders:
             raise _in_use(path, "another Checkpointer of this process", "call its `close()`")
+        self.unlock()  # of what a symlink pointed to before
         fd = _open_lock(path)
         _holders[path] = self
         self._locked_path = path
@@ -426,6 +427,7 @@ class FolderManager:
             RemoteError, WriteError: as `fetch_newest` and `fetch`.
         """
         self.folder.sweep()
+        self.warn_of_missing_folder()
         if step is None:
             self.fetch_newest()
         elif not os.path.exists(self.folder.file(step)):
@@ -486,6 +488,16 @@ class FolderManager:
             "another folder"
         )
         warnings.warn(text, UserWarning, stacklevel=4)
+
+    def warn_of_missing_folder(self) -> None:
+        """Warn if the parent folder does not exist either: its file system may not be mounted."""
+        path = self.folder.path
+        if not os.path.isdir(os.path.dirname(path)):
+            text = (
+                f"{path} does not exist, nor does its parent folder: there is nothing to resume "
+                "from. Check the path, and whether its file system is mounted"
+            )
+            warnings.warn(text, UserWarning, stacklevel=5)
 
 
 def _own_entry(path: str) -> Mapping[str, Any]:

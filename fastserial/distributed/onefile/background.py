@@ -102,6 +102,12 @@ def start_save(
         kind: of the snapshot, to be checked.
     """
     saving: SaveTask | None = None
+    handed: list[bool] = []  # the saving thread gives up itself
+
+    def first() -> None:
+        handed.append(True)
+        traffic.idle.clear()
+
     try:
         with collective(group, timeout) as traffic, quick_switches():
             check_snapshot(kind, budget)
@@ -117,12 +123,12 @@ def start_save(
             work = partial(_write, saving, taken, then)
             save = PendingSave(path, target)
             if taken.kind == "copy":
-                if pending.run_in_background(save, work, traffic.idle.clear):
+                if pending.run_in_background(save, work, first):
                     taken.end_call()
                     return save
                 taken.kind = "blocking"
     except BaseException:
-        if saving is not None:
+        if saving is not None and not handed:
             saving.give_up()
         raise
     return pending.run_at_once(path, target, work)
