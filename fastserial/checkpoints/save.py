@@ -18,7 +18,7 @@ from fastserial.patching.install import installed, patched
 from fastserial.reasons import ASKED, Reason
 from fastserial.reports import SAVES, SaveReport
 from fastserial.saving.archive import ZipArchive
-from fastserial.saving.incremental import Base, Trust
+from fastserial.saving.incremental import Base
 from fastserial.saving.writer import FastFileWriter
 
 _UNPATCHED = StockWay(Reason("this torch stays stock", "see `fastserial patches check`"))
@@ -29,7 +29,6 @@ def save(
     path: str | os.PathLike[str],
     *,
     base: str | os.PathLike[str] | None = None,
-    trust: Trust = "compare",
     zip_container: bool = True,
     pickle_module: Any = pickle,
     pickle_protocol: int = 2,
@@ -44,10 +43,6 @@ def save(
         base: an earlier checkpoint, or the one at `path`. What has the same bytes there is not
             written but cloned from it, where the file system has reflinks (XFS, btrfs). The new
             file is whole without the base. `report.cloned` counts these bytes.
-        trust: how it is known what is the same. "compare": all bytes are compared. "version": if
-            this process saved the base so, too, tensors whose version counters have not changed
-            since are taken for unchanged; what changes behind the counters (NumPy, `.data`, code
-            of other languages) may be missed.
         zip_container: torch's zip format; False is `_use_new_zipfile_serialization=False`.
         pickle_module, pickle_protocol: as `torch.save`.
 
@@ -57,12 +52,11 @@ def save(
 
     Raises:
         WriteError: the file cannot be written; the previous one is intact.
-        ConfigError: `trust` is none of its values.
     """
     writer = write(
         obj,
         os.fspath(path),
-        base=Base(base, trust, obj) if base is not None or trust != "compare" else None,
+        base=None if base is None else Base(base),
         zip_container=zip_container,
         pickle_module=pickle_module,
         pickle_protocol=pickle_protocol,

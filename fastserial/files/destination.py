@@ -685,7 +685,11 @@ def open_path(
     except CannotReplace as why:
         reason = why.reason
     except OSError as error:
-        raise save_error(error, target or PathTarget(name, name, None), None) from error
+        target = target or PathTarget(name, name, None)
+        full = error.errno == errno.ENOSPC and linux.is_out_of_inodes(target.where)
+        if target.there is None or not full:
+            raise save_error(error, target, None) from error
+        reason = Reason("no inode is free for a new file", "remove files that nobody needs")
     if target is not None and os.path.islink(target.path):  # torch would write what it leads to
         text = f"The link cannot be replaced: {reason.with_remedy}; the previous file is intact"
         raise write_error(errno.EPERM, target.name, text)

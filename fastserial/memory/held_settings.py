@@ -1,20 +1,31 @@
-"""Settings of the interpreter that are changed for a time: the collector, the switch interval.
+"""Settings of the interpreter that are changed while at least one holder needs the change.
 
-Whoever finds a setting unchanged changes it and restores it, also if the end is skipped. Others
-meanwhile leave it alone: it may be restored before they end, which costs them time only. So no lock
-is needed, which a signal handler could find taken. If other code sets a value in between, that
-stays.
+A change lasts as long as a reference to it exists: a forgotten call cannot prolong it, and it needs
+no lock, which a signal handler could find taken. If other code sets a value in between, that stays.
 """
 
 from __future__ import annotations
 
 import gc
+import operator
 import os
 import sys
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastserial.config.performance import SWITCH_INTERVAL
+
+
+class _Change:
+    """Shared by all holders; restores the value when the last reference is gone."""
+
+    restore: Callable[[], object] = bool  # which does nothing
+    value: Any = None  # the first number of the setting, as it was changed
+
+    # No handler runs before it is done: there is no function of Python's in it.
+    __del__ = property(operator.attrgetter("restore"))
 
 
 class HeldSetting:
@@ -30,67 +41,78 @@ class HeldSetting:
 
         Args:
             get: returns its value, some numbers; if other code changes the first, that stays.
-            put: sets it; called with what `get` returned.
+            put: sets it; called with what `get` returned. A function of C.
             wanted: called with the current value, returns the value to set, or None to leave it.
         """
         self._get = get
         self._put = put
         self._wanted = wanted
-        self._change: list[tuple[Any, ...]] = []  # the value before, and the one it was changed to
-        # in a forked child the threads that hold it do not exist
-        os.register_at_fork(after_in_child=lambda: self._restore(self._change))
+        self._current: weakref.ref[_Change] | None = None  # the latest
+        os.register_at_fork(after_in_child=self._start_over)
 
     def hold(self) -> Hold:
         """Return a context manager that changes the setting; for any number of threads."""
         return Hold(self)
 
-    def _begin(self, change: list[tuple[Any, ...]]) -> None:
-        before = self._get()
-        wanted = self._wanted(*before)
-        if wanted is not None:
-            self._change = change
-            change.append(before)
-            self._put(*wanted)
-            change.append(self._get())
+    # No local variable refers to a change: a stored exception would keep it.
 
-    def _restore(self, change: list[tuple[Any, ...]]) -> None:
-        """Undo a change, if it is the one that is in force.
+    def _join(self, hold: Hold) -> None:
+        """Join the current change, or begin one."""
+        hold._change = self._current() if self._current is not None else None
+        if hold._change is None:
+            value = self._get()
+            wanted = self._wanted(*value)
+            if wanted is not None:
+                hold._change = _Change()
+                hold._change.restore = partial(self._put, *value)
+                self._put(*wanted)
+                hold._change.value = self._get()[0]
+                self._current = weakref.ref(hold._change)  # now others may join
 
-        If none is, another thread changed the setting, and restored it, while this change began.
-        """
-        if change and (change is self._change or not self._change):
-            if len(change) == 1 or change[1][0] == self._get()[0]:
-                self._put(*change[0])
-            self._change = []
+    def _leave(self, hold: Hold) -> None:
+        if hold._change is not None and self._get()[0] != hold._change.value:
+            hold._change.restore = bool  # other code has set a value
+
+    def _start_over(self) -> None:
+        """Forget the holders in a forked child: their threads do not exist there."""
+        change = self._current() if self._current is not None else None
+        if change is not None:
+            if self._get()[0] == change.value:
+                change.restore()
+            change.restore = bool
+        self._current = None
 
 
 class Hold:
-    """A holder of a setting."""
+    """A holder of a changed setting."""
 
     __slots__ = ("_change", "_setting")
 
     def __init__(self, setting: HeldSetting) -> None:
         self._setting = setting
-        self._change: list[tuple[Any, ...]] = []
+        self._change: _Change | None = None
 
     def __enter__(self) -> Hold:
         self.begin()
         return self
 
     def begin(self) -> None:
-        """Change the setting until `end`. Idempotent."""
-        if not self._change:
-            self._setting._begin(self._change)
+        """Change the setting until `end`."""
+        try:
+            self._setting._join(self)
+        except BaseException:
+            self._change = None  # a stored exception must not keep the change
+            raise
 
     def __exit__(self, *error: object) -> None:
         self.end()
 
     def end(self) -> None:
-        """Restore the setting, if this changed it. Idempotent."""
-        self._setting._restore(self._change)
-        self._change = []
-
-    __del__ = end
+        """Release the setting. Idempotent."""
+        try:
+            self._setting._leave(self)
+        finally:
+            self._change = None
 
 
 _HIGH = 1_000_000  # objects

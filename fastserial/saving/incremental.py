@@ -8,10 +8,8 @@ offset. A state of the same structure is laid out the same way each time; behind
 structure all is written: torch aligns storages to 64 bytes, so that they move by a part of a block,
 and only whole blocks of the file system can be shared. So the ends of a storage are written, too.
 
-`trust="compare"` compares all bytes. `trust="version"` takes a storage for unchanged if this
-process saved it to the base, and the version counters of the tensors over it are as they were then;
-of each piece one block is compared nonetheless, which shows that an optimizer has changed it behind
-the counters.
+All bytes are compared. Rejected: to take a storage for unchanged if the version counters of its
+tensors are as they were. torch's own fused optimizers leave them as they are.
 
 The base is open while this lasts, so that it may be removed or replaced. fastserial never writes
 into a file that exists. If another program does, between the comparison and the clone of a piece,
@@ -27,23 +25,13 @@ import stat
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.config.performance import CLONED_PIECE, FILL_CHUNK, PAGE
-from fastserial.errors import ConfigError
 from fastserial.formats.extents import Data, Extent
 from fastserial.interrupts import Background, Descriptors, finish
-from fastserial.memory.storages import StorageMemory, StorageOnHost, is_plain
-from fastserial.nests import walk
 from fastserial.reasons import Reason
-
-if TYPE_CHECKING:
-    import torch
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-Trust = Literal["compare", "version"]
 
 _FICLONERANGE = 0x4020940D
 _RANGE = struct.Struct("=qQQQ")  # `struct file_clone_range`: descriptor, offset, length, new offset
@@ -67,30 +55,6 @@ def clone_range(fd: int, base: int, offset: int, nbytes: int) -> None:
     fcntl.ioctl(fd, _FICLONERANGE, _RANGE.pack(base, offset, nbytes, offset))
 
 
-class SavedStorage(NamedTuple):
-    """A storage that this process saved: which one, bytes, counters, and CRC-32 if known."""
-
-    storage: StorageWeakRef
-    nbytes: int
-    versions: list[int]
-    crc: int | None
-
-
-# What was saved with `trust="version"`, by device and inode: the file's size and time of
-# modification (ns), and its storages by their offsets.
-_saved: dict[tuple[int, int], tuple[int, int, dict[int, SavedStorage]]] = {}
-_MOST_SAVED = 8
-_NOT_COUNTED = -1  # instead of the version of a tensor that has none
-
-
-class _Part(NamedTuple):
-    """An extent, cut into pieces; those with True may be cloned, all of them if `crc` is known."""
-
-    extent: Extent
-    crc: int | None
-    pieces: list[tuple[Extent, bool]]
-
-
 class Base:
     """An earlier checkpoint, open for reading.
 
@@ -99,31 +63,15 @@ class Base:
         reason: why not all that is the same could be cloned, or None.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str] | None, trust: Trust = "compare", state: object = None
-    ) -> None:
-        """Open a file. One that cannot be opened has nothing in common with the new one.
-
-        Args:
-            path: of the file; None: there is none yet.
-            trust: how it is known what is the same.
-            state: with the tensors whose counters are trusted.
-
-        Raises:
-            ConfigError: `trust` is none of its values.
-        """
-        if trust not in ("compare", "version"):
-            raise ConfigError(f'trust must be "compare" or "version", not {trust!r}')
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open a file. One that cannot be opened has nothing in common with the new one."""
         self.cloned = 0
         self.reason: Reason | None = None
-        self._versions = _versions(state) if trust == "version" else {}
-        self._storages: dict[int, SavedStorage] = {}  # of the base, if this process saved it
-        self._given: tuple[Sequence[Extent], int, CrcLedger | None] = [], 0, None  # to `clone`
         self._rest: list[Extent] = []
         self._files = Descriptors()
+        self._threads = Background()
+        self._turns: list[Extent] = []  # pieces to compare
         self._fd, self._size, self._block = -1, 0, PAGE
-        if path is None:
-            return
         try:
             self._fd = self._files.open(path, os.O_RDONLY | os.O_NONBLOCK)
             found = os.fstat(self._fd)
@@ -132,10 +80,6 @@ class Base:
         except OSError as error:
             what = f"the base cannot be read: {error.strerror}"
             self.reason = Reason(what, "name a checkpoint that exists")
-            return
-        size, modified, storages = _saved.get((found.st_dev, found.st_ino), (0, 0, {}))
-        if (size, modified) == (found.st_size, found.st_mtime_ns):
-            self._storages = storages
 
     def clone(
         self,
@@ -157,46 +101,37 @@ class Base:
         Raises:
             StorageChangedError: a storage was resized.
         """
-        if self._versions:
-            self._given = extents, at, ledger
         self._rest, self.cloned = list(extents), 0
-        parts = [
-            _Part(extent, self._known_crc(extent, at, ledger), list(self._cut(extent, at)))
-            for extent in extents
-        ]
-        turns = [(part, piece) for part in parts for piece, whole in part.pieces if whole]
+        pieces = [piece for extent in extents for piece in self._cut(extent, at)]
+        turns = [piece for piece, whole in pieces if whole]
         if not turns:
             return
         cloned: set[int] = set()  # offsets of pieces
         errors: list[BaseException] = []
-        order = iter(turns)
+        self._turns, order = turns, iter(turns)
 
         def work() -> None:
             comparison = _Comparison(self._fd)
             try:
-                for part, piece in order:
+                for piece in order:
                     if errors or self.reason is not None:
                         return
-                    compared = piece if part.crc is None else piece._replace(length=self._block)
-                    crc = comparison.crc_of_same(compared, at)
+                    crc = comparison.crc_of_same(piece, at)
                     if crc is not None and self._take(fd, at + piece.offset, piece.length):
                         cloned.add(piece.offset)
-                        if part.crc is None:
-                            _enter(ledger, piece, crc)
+                        _enter(ledger, piece, crc)
             except BaseException as error:
                 errors.append(error)
 
-        threads = Background()
         try:
             for _ in range(min(config.threads, len(turns)) - 1):
-                threads.start(work)
+                self._threads.start(work)
             work()
         finally:
-            turns.clear()  # if this thread was interrupted
-            finish(threads.join)
+            finish(self.stop)
         if errors:
             raise errors.pop()  # or it would keep this frame, and this frame it
-        self._rest = [one for part in parts for one in _left(part, cloned, ledger)]
+        self._rest = [piece for piece, _ in pieces if piece.offset not in cloned]
         self.cloned = sum(e.length for e in extents) - sum(e.length for e in self._rest)
 
     def take_rest(self) -> list[Extent]:
@@ -204,38 +139,10 @@ class Base:
         rest, self._rest = self._rest, []
         return rest
 
-    def remember(self, fd: int) -> None:
-        """Remember the storages of the new file, which is complete, if counters are trusted."""
-        if not self._versions:
-            return
-        from torch.multiprocessing.reductions import StorageWeakRef  # imports torch
-
-        reference: Any = StorageWeakRef  # untyped
-        (extents, at, ledger), self._given = self._given, ([], 0, None)
-        storages: dict[int, SavedStorage] = {}
-        for extent in extents:
-            storage, record = _storage_of(extent)
-            versions = self._versions.get(storage._cdata) if storage is not None else None
-            if storage is not None and versions and _NOT_COUNTED not in versions:
-                crc = None if ledger is None or record is None else ledger.wait(record)
-                kept = SavedStorage(reference(storage), extent.length, versions, crc)
-                storages[at + extent.offset] = kept
-        found = os.fstat(fd)
-        _saved[found.st_dev, found.st_ino] = found.st_size, found.st_mtime_ns, storages
-        for old in list(_saved)[:-_MOST_SAVED]:
-            _saved.pop(old, None)
-
-    def _known_crc(self, extent: Extent, at: int, ledger: CrcLedger | None) -> int | None:
-        """Return the CRC-32 of a storage that is in the base as it is now, by its counters."""
-        kept = self._storages.get(at + extent.offset)
-        storage, record = _storage_of(extent)
-        if kept is None or storage is None or kept.nbytes != extent.length:
-            return None
-        if kept.storage.cdata != storage._cdata:
-            return None
-        if kept.versions != self._versions.get(storage._cdata):
-            return None
-        return 0 if ledger is None or record is None else kept.crc
+    def stop(self) -> None:
+        """Let no thread clone any more: the new file may be closed then. Idempotent."""
+        self._turns.clear()  # if the caller was interrupted
+        self._threads.join()
 
     def _cut(self, extent: Extent, at: int) -> Iterator[tuple[Extent, bool]]:
         """Cut an extent into pieces that may be cloned (True), and what is before and after."""
@@ -295,48 +202,7 @@ class _Comparison:
         return crc
 
 
-def _left(part: _Part, cloned: set[int], ledger: CrcLedger | None) -> list[Extent]:
-    """Return what is to be written of an extent, given the offsets of the pieces that are not."""
-    left = [piece for piece, _ in part.pieces if piece.offset not in cloned]
-    if part.crc is None or left == [part.extent]:
-        return left
-    if any(whole and piece.offset not in cloned for piece, whole in part.pieces):
-        return [part.extent]  # it has changed: its CRC-32 is another
-    _enter(ledger, part.extent, part.crc)
-    return [
-        piece._replace(source=piece.source._replace(record=None))
-        for piece in left
-        if isinstance(piece.source, Data)
-    ]
-
-
 def _enter(ledger: CrcLedger | None, piece: Extent, crc: int) -> None:
     source = piece.source
     if ledger is not None and isinstance(source, Data) and source.record is not None:
         ledger.add(source.record, piece.start, piece.length, crc)
-
-
-def _storage_of(extent: Extent) -> tuple[torch.UntypedStorage | None, int | None]:
-    """Return the storage that an extent is all of, if it is one, and the index of its CRC-32."""
-    source = extent.source
-    if isinstance(source, Data):
-        if isinstance(source.memory, StorageOnHost):
-            return source.memory.storage, source.record
-        if isinstance(source.memory, StorageMemory):
-            return source.memory.whole.untyped_storage(), source.record
-    return None, None
-
-
-def _versions(state: object) -> dict[int, list[int]]:
-    """Return the version counters of the tensors over each storage, by its identity."""
-    import torch
-
-    found: dict[int, list[int]] = {}
-    for _, value in walk(state, once=True):
-        if isinstance(value, torch.Tensor) and is_plain(value):
-            versions = found.setdefault(value.untyped_storage()._cdata, [])
-            try:
-                versions.append(value._version)
-            except RuntimeError:  # an inference tensor
-                versions.append(_NOT_COUNTED)
-    return found

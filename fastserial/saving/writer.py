@@ -327,8 +327,6 @@ class FastFileWriter:
             self._run("transfer", self._out.flush)
             self._run("transfer", self._out.close)
             self._run("sync", self._destination.sync)
-            if self.base is not None:
-                self._run("sync", self.base.remember, self._destination.fd)
             self._run("commit", self._commit)
         except BaseException:  # of a signal handler between two phases, too
             self.abort()
@@ -344,7 +342,8 @@ class FastFileWriter:
         self._closed = self._discarded = True
         if os.getpid() != self._pid:
             return  # a forked child must not touch what its parent is writing
-        finish(self._out.close, self._bar.close, self._destination.discard)
+        stop = bool if self.base is None else self.base.stop
+        finish(self._out.close, stop, self._bar.close, self._destination.discard)
 
     def __enter__(self) -> FastFileWriter:
         return self

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 
 import fastserial
 from fastserial import Checkpointer, ConfigError, SaveReport
-from fastserial.formats.extents import Extent
 from fastserial.saving import incremental
 
 
@@ -184,91 +183,6 @@ def test_save_async_of_a_checkpointer(tmp_path: Path, reflinks: list[tuple[int, 
     with Checkpointer(tmp_path, objects) as checkpointer:
         assert checkpointer.resume() == 2
     assert model.weight.any()
-
-
-class TestVersion:
-    """`trust="version"`: what the counters do not show, one page of each piece may."""
-
-    @pytest.fixture
-    def read(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        """The bytes of each comparison."""
-        lengths: list[int] = []
-        compare = incremental._Comparison.crc_of_same
-
-        def note(self: Any, piece: Extent, at: int) -> int | None:
-            lengths.append(piece.length)
-            return compare(self, piece, at)
-
-        monkeypatch.setattr(incremental._Comparison, "crc_of_same", note)
-        return lengths
-
-    def test_what_is_unchanged_is_not_read(
-        self, tmp_path: Path, reflinks: list[tuple[int, int]], read: list[int]
-    ) -> None:
-        state, path = backbone(), tmp_path / "x.pt"
-        save(state, path, None, trust="version")
-        for step in range(3):
-            state["adapter"] += 1
-            state["step"] = step
-            report = save({**state}, path, path, trust="version")
-            assert report.cloned > (20 << 20) - 8192
-        assert sum(read) <= 3 * (3 * 4096 + 400_000)
-        assert fastserial.verify(path).ok
-
-    def test_what_is_changed_is_written(
-        self, tmp_path: Path, reflinks: list[tuple[int, int]]
-    ) -> None:
-        state, path = backbone(), tmp_path / "x.pt"
-        save(state, path, None, trust="version")
-        state["frozen"][(20 << 20) - 5000] += 1
-        assert 16 << 20 <= save(state, path, path, trust="version").cloned < 17 << 20
-
-    def test_other_memory_is_compared(
-        self, tmp_path: Path, reflinks: list[tuple[int, int]], read: list[int]
-    ) -> None:
-        """A new storage, a base that was written by others, a base saved otherwise."""
-        state, path = backbone(), tmp_path / "x.pt"
-        save(state, path, None, trust="version")
-        state["frozen"] = state["frozen"].clone()
-        assert save(state, path, path, trust="version").cloned
-        assert max(read) == 8 << 20
-        read.clear()
-        data = path.read_bytes()
-        path.write_bytes(data)
-        assert save(state, path, path, trust="version").cloned
-        assert max(read) == 8 << 20
-        read.clear()
-        save(state, path, None)
-        assert save(state, path, path, trust="version").cloned
-        assert max(read) == 8 << 20
-
-    def test_checksums_that_were_not_made_are_made(
-        self, tmp_path: Path, reflinks: list[tuple[int, int]]
-    ) -> None:
-        state, path = backbone(), tmp_path / "x.pt"
-        torch.serialization.set_crc32_options(False)
-        try:
-            save(state, path, None, trust="version")
-            save(state, path, path, trust="version")
-        finally:
-            torch.serialization.set_crc32_options(True)
-        assert save(state, path, path, trust="version").cloned
-        assert fastserial.verify(path).ok
-
-    @pytest.mark.parametrize(("at", "seen"), [(8 << 20, True), ((8 << 20) + 70_000, False)])
-    def test_behind_the_counters(
-        self, tmp_path: Path, reflinks: list[tuple[int, int]], at: int, seen: bool
-    ) -> None:
-        """The control: the docs say that such changes may be missed; an optimizer's are not."""
-        state, path = backbone(), tmp_path / "x.pt"
-        save(state, path, None, trust="version")
-        state["frozen"].numpy()[at : at + 8192] += 1
-        fastserial.save(state, path, base=path, trust="version")
-        assert torch.equal(torch.load(path)["frozen"], state["frozen"]) == seen
-
-    def test_an_unknown_word(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="trust must be"):
-            fastserial.save({}, tmp_path / "x.pt", trust="faith")  # type: ignore[arg-type]
 
 
 def test_several_ranks_write_each_file_whole(tmp_path: Path) -> None:
