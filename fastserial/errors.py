@@ -81,7 +81,16 @@ class UnreadableCheckpointError(CheckpointFileError):
 
 
 class PickleLimitError(FastserialError, RuntimeError):
-    """A pickle needs more memory or time to be read than the limits allow."""
+    """A pickle needs more memory or time to be read than the limits allow.
+
+    Attributes:
+        path: the file, None where it is not known.
+    """
+
+    path: str | None = None
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.path, super().__str__()) if part)
 
 
 class CheckpointKeyError(FastserialError, KeyError):
@@ -235,7 +244,7 @@ class DeniedTargetError(WriteError, PermissionError):
 
 # What the user can do, by errno.
 REMEDIES = {
-    errno.ENOSPC: "Free space there or save to another disk",
+    errno.ENOSPC: "Free space (or inodes) there or save to another disk",
     errno.EDQUOT: "Free space within the quota, or have it raised",
     errno.EFBIG: "The file system or `ulimit -f` does not allow a file of this size",
     errno.EROFS: "Remount the file system writable, or save elsewhere",

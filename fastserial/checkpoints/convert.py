@@ -342,29 +342,46 @@ def part_of(value: Any, key: str) -> Any:
     Raises:
         ConvertError: there is none; says how far the path resolves, and which names exist there.
     """
-    rest = key
-    while rest:
-        inside = _named(value)
-        fits = [name for name in inside if f"{rest}.".startswith(f"{name}.")]
-        if not fits:
-            where = repr(key[: -len(rest) - 1]) if rest != key else "it"
-            names = [repr(name) for name in itertools.islice(inside, _SHOWN_KEYS)]
-            more = ", ..." if len(inside) > _SHOWN_KEYS else ""
-            offers = f"; there are: {', '.join(names)}{more}" if names else ""
-            raise ConvertError(f"there is no {rest!r} in {where}{offers}")
-        name = max(fits, key=len)
-        value, rest = inside[name], rest[len(name) + 1 :]
-    return value
+    names = key.split(".") if key else []
+    found = _under(value, names)
+    if found:
+        return found[0]
+    count = len(names)
+    while not found:
+        count -= 1
+        found = _under(value, names[:count])
+    where = repr(".".join(names[:count])) if count else "it"
+    raise ConvertError(f"there is no {'.'.join(names[count:])!r} in {where}{_offers(found[0])}")
 
 
-def _named(value: Any) -> dict[str, Any]:
-    """Return what a container holds, by keys and indices as text; keys that are text count more."""
+def _under(value: Any, names: list[str]) -> tuple[Any] | None:
+    if not names:
+        return (value,)
+    for count in range(len(names), 0, -1):
+        item = _child(value, ".".join(names[:count]))
+        found = _under(item[0], names[count:]) if item else None
+        if found:
+            return found
+    return None
+
+
+def _child(value: Any, name: str) -> tuple[Any] | None:
+    """Return the value of one name: a key with this text, or an index of a list."""
     if isinstance(value, Mapping):
-        texts = {key: item for key, item in value.items() if isinstance(key, str)}
-        return {str(key): item for key, item in value.items()} | texts
-    if isinstance(value, list | tuple):
-        return {str(index): item for index, item in enumerate(value)}
-    return {}
+        if name in value:
+            return (value[name],)
+        return next(((item,) for key, item in value.items() if str(key) == name), None)
+    if isinstance(value, list | tuple) and name.isdecimal() and int(name) < len(value):
+        return (value[int(name)],)
+    return None
+
+
+def _offers(value: Any) -> str:
+    if not isinstance(value, Mapping) or not value:
+        return ""
+    names = [repr(key) for key in itertools.islice(value, _SHOWN_KEYS)]
+    more = ", ..." if len(value) > _SHOWN_KEYS else ""
+    return f"; there are: {', '.join(names)}{more}"
 
 
 def _write_shards(

@@ -153,7 +153,7 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
 
 
 def _inspect(name: str, source: Source, limits: Limits | None) -> Inspection:
-    container = open_container(source, name, limits)
+    container = open_container(source, name, limits, unique=False)
     found = container.outline
     return Inspection(
         path=name,

@@ -211,12 +211,13 @@ def _map_safetensors(
     container: SafetensorsContainer, whole: torch.UntypedStorage
 ) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
+    slices = _Slices(whole)
     for key, why in container.outline.unread.items():
         raise ConvertError(f"entry {key!r}: {why}")
     for entry in container.outline.tensors:
         empty = torch.empty(0, dtype=getattr(torch, entry.dtype))
         start = container.offset_of(entry)
-        storage = whole[start : start + entry.nbytes]
+        storage = slices[start : start + entry.nbytes]
         try:
             tensors[entry.key] = empty.set_(storage, 0, entry.shape, entry.stride)
         except (RuntimeError, TypeError) as error:  # sizes or strides beyond 64 bits

@@ -348,6 +348,13 @@ def compresses(fd: int) -> bool:
 _MEMINFO = "/proc/meminfo"
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
+# The limit, what is used, and what of that is page cache: of version 2, and of version 1.
+_UNIFIED = ("memory.max", "memory.current", ("active_file", "inactive_file"))
+_LEGACY = (
+    "memory.limit_in_bytes",  # far more than any machine has: no limit
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+)
 
 
 def meminfo() -> dict[str, int]:
@@ -370,24 +377,28 @@ def available_bytes() -> int | None:
 
 
 def _group_rooms() -> Iterator[int | None]:
-    """Yield what is left in each control group (version 2) around this process that has a limit."""
+    """Yield what is left in each control group around this process that has a limit."""
     try:
         lines = _OWN_CGROUP.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return
     for line in lines:
-        if line.startswith("0::"):
-            # In a container the path may be the host's: what is not there is passed over.
-            inner = _CGROUPS / line[3:].lstrip("/")
-            yield from map(_group_room, (inner, *inner.parents))
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, names = (_CGROUPS / "memory", _LEGACY) if controllers else (_CGROUPS, _UNIFIED)
+        # In a container the path may be the host's: what is not there is passed over.
+        inner = base / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            yield _group_room(folder, *names)
 
 
-def _group_room(folder: Path) -> int | None:
+def _group_room(folder: Path, limit: str, usage: str, cache: tuple[str, ...]) -> int | None:
     try:
-        most = int((folder / "memory.max").read_bytes())  # `max` is no number: no limit
-        used = int((folder / "memory.current").read_bytes())
+        most = int((folder / limit).read_bytes())  # `max` is no number: no limit
+        used = int((folder / usage).read_bytes())
         fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return most - used + int(fields["active_file"]) + int(fields["inactive_file"])
+        return most - used + sum(int(fields[name]) for name in cache)
     except (OSError, ValueError, KeyError):
         return None
 

@@ -37,6 +37,7 @@ from fastserial.formats.zip_format import (
     LOCAL_SIGNATURE,
     PICKLE,
     RecordEntry,
+    ambiguous_parts,
     read_directory,
     read_places,
     read_record,
@@ -192,11 +193,12 @@ class ZipContainer(FileContainer):
 
     format = Format.ZIP.value
 
-    def __init__(self, source: Source, limits: Limits | None = None) -> None:
+    def __init__(self, source: Source, limits: Limits | None = None, unique: bool = True) -> None:
         """Read its directory.
 
         Args:
             limits: on its pickle.
+            unique: as of `read_places`.
 
         Raises:
             CorruptCheckpointError: it is damaged.
@@ -205,7 +207,7 @@ class ZipContainer(FileContainer):
         """
         super().__init__(source)
         self._limits = limits
-        self.directory = read_places(source)
+        self.directory = read_places(source, unique)
         self.records: Sequence[RecordEntry] = self.directory.records
         self.archive_name = self.directory.archive_name
 
@@ -227,7 +229,9 @@ class ZipContainer(FileContainer):
     def notes(self) -> list[str]:
         if self.directory.find(PICKLE) is None:
             return ["there is no data.pkl: no checkpoint of torch.save"]
-        return super().notes()
+        twice = next(ambiguous_parts(self.directory), None)
+        some = [] if twice is None else [f"several records have the name {twice}, and differ"]
+        return [*some, *super().notes()]
 
 
 class LegacyContainer(FileContainer):
@@ -427,13 +431,16 @@ def _begins_like_pickle(path: str) -> bool:
         return False
 
 
-def open_container(source: Source, path: str, limits: Limits | None = None) -> Container:
+def open_container(
+    source: Source, path: str, limits: Limits | None = None, unique: bool = True
+) -> Container:
     """Return what a file, or a folder, says of its contents.
 
     Args:
         source: the file; a folder needs a `DescriptorSource`.
         path: its path, which counts where the first bytes do not decide; errors name it.
         limits: on its pickle.
+        unique: as of `ZipContainer`.
 
     Raises:
         CorruptCheckpointError: it is damaged.
@@ -446,7 +453,7 @@ def open_container(source: Source, path: str, limits: Limits | None = None) -> C
         if found is Format.DAMAGED_ZIP:
             raise CorruptCheckpointError(found.value, offset=0)
         if found is Format.ZIP:
-            return ZipContainer(source, limits)
+            return ZipContainer(source, limits, unique)
         if found is Format.LEGACY:
             return LegacyContainer(source, limits)
         if found is Format.SAFETENSORS:

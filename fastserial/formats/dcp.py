@@ -148,7 +148,7 @@ def parse(source: Source, path: str) -> Metadata:
     ours = is_framed(pickled, path)
     stream = ByteStream(BytesSource(pickled))
     memory = max(1 << 30, _BYTES_EACH * len(pickled))
-    limits = Limits(memory, _SECONDS)
+    limits = Limits(memory, _SECONDS, kept=len(pickled))  # keys may be of any length
     with naming(path):
         found = decode(stream, limits)
     try:

@@ -49,6 +49,22 @@ class Persistent(NamedTuple):
     pid: Any
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Elided:
+    """A string, bytes or an integer, too long to keep.
+
+    Attributes:
+        nbytes: its length.
+        end: where it ends in the stream (bytes).
+    """
+
+    nbytes: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"<{self.nbytes} bytes up to byte {self.end}>"
+
+
 @dataclass(slots=True, eq=False)
 class Mapping:
     """A dictionary, whose keys need not be hashable."""
@@ -98,12 +114,14 @@ class Limits:
     Attributes:
         memory: bytes of its values (an upper estimate).
         seconds: time.
+        kept: longer strings, bytes and integers are skipped (`Elided`), in bytes.
         depth: how deep values may be nested, for a walk over them.
         visits: how many values a walk may visit, roughly.
     """
 
     memory: int = 1024 * 1024 * 1024
     seconds: float = 60.0
+    kept: int = 64 * 1024
     depth: int = 1000
     visits: int = 20_000_000
 
@@ -131,6 +149,7 @@ class _SymbolicUnpickler(pickle._Unpickler):
         self.budget = limits.memory
         self.globals: set[Global] = set()
         self.persistents: list[Persistent] = []
+        self._elided: Elided | None = None
         self._depths: dict[int, tuple[tuple[Any, ...], int]] = {}  # of tuples with tuples in them
 
     def load(self) -> Any:
@@ -158,21 +177,33 @@ class _SymbolicUnpickler(pickle._Unpickler):
                     _TABLE[code](self)
                 self.spend(0)
                 if monotonic() > deadline:
-                    raise PickleLimitError(f"a pickle takes longer than {self.limits.seconds} s")
+                    raise PickleLimitError(
+                        f"its pickle takes longer than {self.limits.seconds} s: use torch.load"
+                    )
         except _Stop:
             return self.stack[-1]
 
     def read(self, nbytes: int) -> bytes:
-        """Return the next bytes.
+        """Return the next bytes; nothing if they are more than are kept of a value.
+
+        Then `replace_elided` has to follow the opcode.
 
         Raises:
             CorruptCheckpointError: there are not as many.
             PickleLimitError: all values together take more than the limits allow.
         """
-        if nbytes > self.budget:
-            self.stream.expect(nbytes)  # a length past the end is damage
+        if nbytes > self.limits.kept:
+            self.stream.skip(nbytes)
+            self._elided = Elided(nbytes, self.stream.tell())
+            return b""
         self.spend(nbytes)
         return self.stream.read(nbytes)
+
+    def replace_elided(self) -> None:
+        """Replace the value of the last opcode if its bytes were skipped."""
+        if self._elided is not None:
+            self.stack[-1] = self._elided
+            self._elided = None
 
     def spend(self, nbytes: int) -> None:
         """Take memory from the budget.
@@ -182,7 +213,9 @@ class _SymbolicUnpickler(pickle._Unpickler):
         """
         self.budget -= nbytes
         if self.budget < 0:
-            raise PickleLimitError(f"a pickle takes more than {self.limits.memory} bytes")
+            raise PickleLimitError(
+                f"its pickle takes more than {self.limits.memory} bytes: use torch.load"
+            )
 
     def readline(self) -> bytes:
         """Return the bytes up to the next newline, which is included."""
@@ -282,6 +315,7 @@ _KNOWN = (
     b"qhrj\x94"  # memo
     b"c\x93R\x81\x92bQ"  # names, calls, state, persistent ids
 )
+_LONG = b"X\x8dTB\x8e\x96\x8b"  # text, bytes and integers of any length
 _SAME = {pickle.BYTEARRAY8: pickle.BINBYTES8, pickle.ADDITEMS: pickle.APPENDS}
 _CONTAINERS = b"(]}\x8f\x91t\x85\x86\x87R\x81\x92"
 _COSTS = [_PUSH_BYTES + _CONTAINER_BYTES * (code in _CONTAINERS) for code in range(256)]
@@ -296,7 +330,17 @@ def _table() -> list[_Handler]:
     for code in _KNOWN:
         handled = _SAME.get(bytes((code,)), (code,))[0]
         table[code] = getattr(_SymbolicUnpickler, pythons[handled].__name__)
+    for code in _LONG:
+        table[code] = _eliding(table[code])
     return table
+
+
+def _eliding(handler: _Handler) -> _Handler:
+    def handle(machine: _SymbolicUnpickler) -> None:
+        handler(machine)
+        machine.replace_elided()
+
+    return handle
 
 
 _TABLE = _table()
@@ -353,4 +397,4 @@ def refuse_nested(data: bytes) -> None:
     """
     if sum(map(data.count, _TUPLES)) > _MOST_NESTED_TUPLES:  # an upper bound, quickly found
         stream = ByteStream(BytesSource(data))
-        decode(stream, Limits(memory=max(1 << 30, 512 * len(data)), seconds=600.0))
+        decode(stream, Limits(memory=max(1 << 30, 512 * len(data)), seconds=600.0, kept=len(data)))

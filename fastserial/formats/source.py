@@ -11,6 +11,7 @@ from fastserial.config.performance import STREAM_CHUNK
 from fastserial.errors import (
     CheckpointFileError,
     CorruptCheckpointError,
+    PickleLimitError,
     TruncatedCheckpointError,
 )
 from fastserial.files.linux import preadv
@@ -132,7 +133,7 @@ def naming(path: str) -> Iterator[None]:
     """Add the file's path to an error of the body that has none."""
     try:
         yield
-    except CheckpointFileError as error:
+    except (CheckpointFileError, PickleLimitError) as error:
         error.path = error.path or path
         raise
 
@@ -192,6 +193,15 @@ class ByteStream:
             at = 0
         self.at = at + length
         return self.chunk[at : at + length]
+
+    def skip(self, length: int) -> None:
+        """Skip `length` bytes.
+
+        Raises:
+            CorruptCheckpointError: there are not as many.
+        """
+        self.expect(length)
+        self.at += length
 
     def readline(self) -> bytes:
         """Return the bytes up to the next newline, which is included.

@@ -18,6 +18,7 @@ from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.formats.pickles import (
     Call,
     Decoded,
+    Elided,
     Global,
     Limits,
     Mapping,
@@ -360,7 +361,7 @@ def _join(key: str, name: Any) -> str:
 
 def _text(name: Any) -> str:
     """Return a simple value as text; others may take forever to write out."""
-    simple = type(name) in (str, float, bool, Global) or name is None
+    simple = type(name) in (str, float, bool, Global, Elided) or name is None
     return str(name) if simple or (type(name) is int and abs(name) < _LARGEST) else "?"
 
 

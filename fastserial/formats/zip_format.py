@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fastserial.errors import (
@@ -433,19 +433,31 @@ def record_stream(source: Source, record: RecordEntry) -> ByteStream:
     return ByteStream(BytesSource(read_record(source, record, _MOST_INFLATED)))
 
 
-def read_places(source: Source) -> Directory:
+def read_places(source: Source, unique: bool = True) -> Directory:
     """Return the central directory, local headers read only if the writer was not torch.
+
+    Args:
+        unique: refuse an archive in which parts of the checkpoint have one name, and differ.
 
     Raises:
         CorruptCheckpointError: the container is not to be trusted.
-        UnreadableCheckpointError: parts of the checkpoint have one name, as torch compares them
-            (without case), and differ: only torch's reader decides which it uses.
+        UnreadableCheckpointError: `unique`, and parts have one name, as torch compares them
+            (without case): only torch's reader decides which it uses.
         OSError: the file cannot be read.
     """
     directory = read_directory(source, headers=False)
     first = next((record for record in directory.records if record.size), None)
     if first is not None and not _is_placed(source, first):
         directory = read_directory(source)
+    twice = next(ambiguous_parts(directory), None) if unique else None
+    if twice is not None:
+        text = "several records have this name: use torch.load, which takes one of them"
+        raise UnreadableCheckpointError(text, record=twice)
+    return directory
+
+
+def ambiguous_parts(directory: Directory) -> Iterator[str]:
+    """Yield the names that several parts of a checkpoint have (without case) and differ in."""
     seen: dict[str, RecordEntry] = {}
     for record in directory.records:
         name = record.name.lower()
@@ -453,9 +465,7 @@ def read_places(source: Source) -> Directory:
         if other is record or not is_part(name):
             continue
         if (other.size, other.crc) != (record.size, record.crc) or not record.crc:
-            text = "several records have this name: use torch.load, which takes one of them"
-            raise UnreadableCheckpointError(text, record=record.name)
-    return directory
+            yield record.name
 
 
 def _is_placed(source: Source, record: RecordEntry) -> bool:

@@ -22,6 +22,7 @@ from fastserial.checkpoints.verify import VerifyReport, verify
 from fastserial.config import Config
 from fastserial.errors import (
     LoadMismatchError,
+    UnreadableCheckpointError,
     UnreadableTensorError,
 )
 from fastserial.formats.source import DescriptorSource
@@ -179,3 +180,20 @@ def test_other_archives_of_torch(save: Any, tmp_path: Path) -> None:
     assert report.status == ("ok" if save is _script else "unreadable"), report
     assert not report.problems
     assert verify(spoiled(path), SMALL).status == "damaged"
+
+
+def test_two_records_of_one_name(tmp_path: Path) -> None:
+    """Torch's reader takes one of them: tools that need to know which refuse the file."""
+    path = tmp_path / "x.pt"
+    body = bytes(state()["w"].flip(0).numpy())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path.write_bytes(appended(checkpoint(), ("archive/data/0", body, STORED)))
+    assert loads(path)
+    for read in (opened, filled):
+        with pytest.raises(UnreadableCheckpointError, match=r"several .*: use torch\.load"):
+            read(path)
+    shown = fastserial.inspect(path)
+    assert {tensor.key for tensor in shown.tensors} == state().keys()
+    assert [name for name, _, _ in shown.records].count("data/0") == 2
+    assert shown.notes == ("several records have the name data/0, and differ",)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.corpus import MIB, noise
-from support.identity import saved, stock
+from support.identity import digest, saved, stock
 from support.limits import status
 
 from fastserial.distributed.convert import Container, convert
@@ -138,25 +138,48 @@ def test_part(tmp_path: Path) -> None:
         convert(source, tmp_path / "m.pt", key="deep.nothing")
     with pytest.raises(ConvertError, match="no 'x' in 'epoch'"):
         convert(source, tmp_path / "m.pt", key="epoch.x")
+    with pytest.raises(ConvertError, match="no '' in 'model'; there are: 'a'"):
+        convert(source, tmp_path / "m.pt", key="model.")
 
 
 @pytest.mark.parametrize(
     ("key", "size"),
-    [("a.b", 1), ("a.b.c", 3), ("x.y.z.w", 4), ("7", 5), ("list.1", 6), ("list", None)],
-)
+    [
+        ("a.b", 1), ("a.b.c", 3), ("x.y.z.w", 4), ("7", 5), ("list.1", 6), ("list", None),
+        ("a.b.d", 7), ("list.01", 6), ("empty.", 8),
+    ],
+)  # fmt: skip
 def test_parts_whose_names_hold_dots(key: str, size: int | None, tmp_path: Path) -> None:
     value = {
-        "a": {"b": torch.ones(2)},
+        "a": {"b": torch.ones(2), "b.d": torch.ones(7)},
         "a.b": {"c": torch.ones(3)},
         "x.y": {"z.w": torch.ones(4)},
         7: torch.ones(5),
         "list": [torch.ones(1), torch.ones(6)],
+        "empty": {"": torch.ones(8)},
     }
     target = tmp_path / "target.pt"
     convert(saved(tmp_path, value), target, key=key)
     with stock():
         found = torch.load(target)
     assert len(found) == (size or 2)
+
+
+@pytest.mark.parametrize("nbytes", [1, 8, 48, 1000])
+def test_shards_with_empty_tensors_to_zip(nbytes: int, tmp_path: Path) -> None:
+    """An empty tensor begins where the next one does, and may have another type."""
+    value = {
+        "w": torch.arange(10.0),
+        "flags": torch.ones(3, dtype=torch.bool),
+        "empty": torch.empty(0, 5),
+        "half": torch.ones(4, dtype=torch.half),
+    }
+    folder, target = tmp_path / "shards", tmp_path / "back.pt"
+    convert(saved(tmp_path, value), folder, shard_nbytes=nbytes)
+    convert(folder, target)
+    with stock():
+        back = torch.load(target)
+    assert digest({key: back[key] for key in value}) == digest(value)
 
 
 def test_archives_of_other_kinds_are_refused(tmp_path: Path) -> None:

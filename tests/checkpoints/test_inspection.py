@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from fastserial.checkpoints.inspect import Inspection, inspect
-from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.errors import (
+    CorruptCheckpointError,
+    PickleLimitError,
+    UnreadableCheckpointError,
+)
+from fastserial.formats.pickles import Limits
 
 FORMATS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 
@@ -110,6 +115,15 @@ def test_damaged_first_bytes_are_damage(tmp_path: Path) -> None:
     path.write_bytes(b"????" + path.read_bytes()[4:])
     with pytest.raises(CorruptCheckpointError, match="first bytes"):
         inspect(path)
+
+
+def test_long_values_do_not_count_against_the_limits(tmp_path: Path) -> None:
+    """Replay buffers and tokenizers, say: megabytes in the pickle beside the tensors."""
+    path = tmp_path / "x.pt"
+    torch.save({"buffer": bytes(3 << 20), "w": torch.ones(3), "text": "t" * (3 << 20)}, path)
+    assert [one.key for one in inspect(path, Limits(memory=1 << 20)).tensors] == ["w"]
+    with pytest.raises(PickleLimitError, match=rf"^{path}: .*: use torch\.load"):
+        inspect(path, Limits(memory=1000))
 
 
 def test_safetensors(tmp_path: Path) -> None:

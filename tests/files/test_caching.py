@@ -166,3 +166,43 @@ def test_a_device_that_fails_while_it_is_written_behind(
     assert caught.value.errno == errno.EIO
     assert target.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["f.pt"]
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(linux, "_OWN_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(linux, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(linux, "meminfo", lambda: {"MemAvailable": 1 << 40})
+    return tmp_path
+
+
+def limit(folder: Path, **texts: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / f"memory.{name}").write_text(text)
+
+
+def test_the_narrowest_group_counts(groups: Path) -> None:
+    (groups / "cgroup").write_text("0::/job/step\n")
+    limit(groups / "job", max="1000\n", current="900\n", stat="active_file 50\ninactive_file 7\n")
+    limit(groups / "job" / "step", max="max\n", current="900\n", stat="")
+    assert linux.available_bytes() == 157
+
+
+def test_groups_of_version_1(groups: Path) -> None:
+    (groups / "cgroup").write_text("9:cpu,cpuacct:/other\n4:memory:/docker/of/the/host\n0::/\n")
+    stat = "active_file 1\ntotal_active_file 50\ntotal_inactive_file 7\n"
+    inside = groups / "memory"
+    limit(inside, limit_in_bytes=f"{(1 << 63) - 4096}\n", usage_in_bytes="900\n", stat=stat)
+    assert linux.available_bytes() == 1 << 40
+    limit(inside, limit_in_bytes="1000\n")
+    assert linux.available_bytes() == 157
+
+
+def test_groups_that_are_not_there(groups: Path) -> None:
+    assert linux.available_bytes() == 1 << 40
+    (groups / "cgroup").write_text("0::/of/the/host\n")
+    assert linux.available_bytes() == 1 << 40
