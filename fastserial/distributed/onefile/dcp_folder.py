@@ -122,10 +122,10 @@ class FolderLoadTask(LoadTask):
             self._damage = f"{error} (read by rank {self._traffic.rank}). {HALFWAY}"
         with torch.no_grad():
             for tensor, held in self._match.jobs:
-                whole = None
-                if tensor.number not in found.keys and tensor.offset:
-                    whole = _tensor_in_value(tensor, found.storages)
-                for box, view in held.parts if whole is not None else ():
+                if tensor.number in found.keys or not tensor.offset:
+                    continue
+                whole = _tensor_in_value(tensor, found.storages)
+                for box, view in held.parts:
                     spans = zip(box.offsets, box.sizes, strict=True)
                     view.copy_(whole[tuple(slice(at, at + size) for at, size in spans)])
 
