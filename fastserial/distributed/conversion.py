@@ -121,7 +121,75 @@ class _MemoryReader:
                 self._memory.copy_to(extent.sink.address, extent.offset, extent.length)
 
 
-class FolderSource:
+class FolderFiles:
+    """The files of a folder, opened as they are needed."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._files = Descriptors()
+        self._opened: dict[str, tuple[int, FileStamp]] = {}
+
+    def data_of(self, item: Item) -> bytes:
+        """Return the bytes of an item.
+
+        Raises:
+            CorruptCheckpointError: its file ends before it does.
+            OSError: it cannot be read.
+        """
+        return read_exactly(self._open(item), item.offset, item.length)
+
+    def value_of(self, item: Item, data: bytes) -> Any:
+        """Return a value, given the bytes of its item.
+
+        Raises:
+            ConvertError: it needs more than `weights_only` allows, or went through an extension.
+        """
+        if item.is_extended:
+            raise ConvertError(
+                f"entry {item.name!r} went through an extension: load it with dcp.load"
+            )
+        try:
+            refuse_nested(torch._C.PyTorchFileReader(io.BytesIO(data)).get_record(PICKLE))
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:
+            what = str(error).partition("\n")[0]
+            raise ConvertError(
+                f"entry {item.name!r} cannot be loaded under the rules of weights_only: {what}"
+            ) from error
+
+    def check_unchanged(self) -> None:
+        """Raise if a file was written to, which no save does.
+
+        Raises:
+            CorruptCheckpointError: one was.
+        """
+        for name, (fd, before) in self._opened.items():
+            if not before.holds_for(fd):
+                path = os.path.join(self._path, name)
+                raise CorruptCheckpointError("the file changed while it was read", path=path)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+    def _open(self, item: Item) -> int:
+        found = self._opened.get(item.file)
+        if found is None:
+            if os.path.basename(item.file) != item.file:
+                raise self._damaged(item.name, f"its file {item.file!r} is not in the folder")
+            path = os.path.join(self._path, item.file)
+            fd = self._files.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            found = self._opened[item.file] = fd, stamp(fd)
+        fd, _ = found
+        if item.offset + item.length > os.fstat(fd).st_size:
+            raise self._damaged(item.name, f"{item.file} ends before it does")
+        return fd
+
+    def _damaged(self, record: str, message: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(message, path=self._path, record=record)
+
+
+class FolderSource(FolderFiles):
     """A folder, whose state is made without its tensors' bytes."""
 
     def __init__(self, path: str) -> None:
@@ -133,13 +201,10 @@ class FolderSource:
             CorruptCheckpointError: it is damaged, or no save was completed.
             OSError: it cannot be read.
         """
+        super().__init__(path)
         self.metadata: dict[str, str] = {}
-        self._path = path
-        self._files = Descriptors()
-        self._opened: dict[str, tuple[int, FileStamp]] = {}
         self._untouched: Untouched | None = None
-        self.keys: dict[int, str] = {}  # of the tensors, by the address of their storages
-        self._memory: dict[int, Memory] = {}  # likewise
+        self._memory: dict[int, Memory] = {}  # of the tensors, by the address of their storages
         try:
             found = FolderContainer(path).of_all_ranks()
             self.container = "dcp"
@@ -155,24 +220,9 @@ class FolderSource:
             return found
         return MemorySlice(found, start, nbytes)
 
-    def offset_of(self, storage: torch.UntypedStorage) -> int:
-        """Return the address of a storage, which stands for what is in several files."""
-        return storage.data_ptr()
-
     def in_order(self, tensor: torch.Tensor) -> Memory | None:
         """Return the source of a tensor's bytes, in the order of its elements."""
         return self._memory.get(tensor.untyped_storage().data_ptr())
-
-    def check_unchanged(self) -> None:
-        """Raise if a file was written to, which no save does.
-
-        Raises:
-            CorruptCheckpointError: one was.
-        """
-        for name, (fd, before) in self._opened.items():
-            if not before.holds_for(fd):
-                path = os.path.join(self._path, name)
-                raise CorruptCheckpointError("the file changed while it was read", path=path)
 
     def close(self) -> None:
         """Close the files; the tensors must not be used any more."""
@@ -195,18 +245,16 @@ class FolderSource:
         self._untouched = Untouched(nbytes, len(found.tensors))
         flat: dict[str, Any] = {}
         for key, stored in found.tensors.items():
-            dtype = _dtype_of(key, stored)
+            dtype = dtype_of(key, stored)
             flat[key] = tensor = self._untouched.tensor(stored.shape, dtype)
             if tensor.numel():
                 memory = ChunkedMemory((*stored.shape, dtype.itemsize), chunks[key])
                 self._memory[tensor.data_ptr()] = memory
-                self.keys[tensor.data_ptr()] = key
         for key in found.values:
-            flat[key] = self._value(items[key][0])
-        order = [*found.paths, *flat]
-        ordered = {key: flat[key] for key in dict.fromkeys(order) if key in flat}
+            item = items[key][0]
+            flat[key] = self.value_of(item, self.data_of(item))
         self._paths = found.paths
-        return _nested(ordered, found.paths)
+        return nested(flat, found.paths)
 
     def warn_of_text(self) -> None:
         """Warn of keys that may have been integers: no optimizer takes its state without them."""
@@ -226,7 +274,7 @@ class FolderSource:
 
     def _chunks(self, key: str, stored: Stored, items: list[Item]) -> list[StoredChunk]:
         """Return where the bytes of a tensor are."""
-        dtype = _dtype_of(key, stored)
+        dtype = dtype_of(key, stored)
         found = [self._filed(item, dtype) for item in items if item.nbytes]
         if sum(chunk.box.numel for chunk in found) != _nbytes(key, stored):
             raise self._damaged(key, "its parts do not make it up")
@@ -270,39 +318,13 @@ class FolderSource:
             raise self._damaged(item.name, "it is that of another checkpoint")
         return found
 
-    def _value(self, item: Item) -> Any:
-        if item.is_extended:
-            raise ConvertError(
-                f"entry {item.name!r} went through an extension: load it with dcp.load"
-            )
-        data = read_exactly(self._open(item), item.offset, item.length)
-        try:
-            refuse_nested(torch._C.PyTorchFileReader(io.BytesIO(data)).get_record(PICKLE))
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:
-            what = str(error).partition("\n")[0]
-            raise ConvertError(
-                f"entry {item.name!r} cannot be loaded under the rules of weights_only: {what}"
-            ) from error
 
-    def _open(self, item: Item) -> int:
-        found = self._opened.get(item.file)
-        if found is None:
-            if os.path.basename(item.file) != item.file:
-                raise self._damaged(item.name, f"its file {item.file!r} is not in the folder")
-            path = os.path.join(self._path, item.file)
-            fd = self._files.open(path, os.O_RDONLY | os.O_NONBLOCK)
-            found = self._opened[item.file] = fd, stamp(fd)
-        fd, _ = found
-        if item.offset + item.length > os.fstat(fd).st_size:
-            raise self._damaged(item.name, f"{item.file} ends before it does")
-        return fd
+def dtype_of(key: str, stored: Stored) -> torch.dtype:
+    """Return the dtype of a tensor.
 
-    def _damaged(self, record: str, message: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(message, path=self._path, record=record)
-
-
-def _dtype_of(key: str, stored: Stored) -> torch.dtype:
+    Raises:
+        ConvertError: this torch has none of the name.
+    """
     found = getattr(torch, stored.dtype, None)
     if not isinstance(found, torch.dtype):
         raise ConvertError(f"entry {key!r}: this torch has no dtype {stored.dtype}")
@@ -310,15 +332,16 @@ def _dtype_of(key: str, stored: Stored) -> torch.dtype:
 
 
 def _nbytes(key: str, stored: Stored) -> int:
-    return int(torch.Size(stored.shape).numel()) * _dtype_of(key, stored).itemsize
+    return int(torch.Size(stored.shape).numel()) * dtype_of(key, stored).itemsize
 
 
-def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> Any:
+def nested(found: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> Any:
     """Return the nest of dictionaries and lists in which values were before they were flattened.
 
     Raises:
         ConvertError: two of them cannot be in one nest.
     """
+    flat = {key: found[key] for key in dict.fromkeys([*paths, *found]) if key in found}
     places = {key: paths.get(key, (key,)) for key in flat}
     leaves = set(places.values())
     for key, path in places.items():

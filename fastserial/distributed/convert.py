@@ -97,5 +97,9 @@ def _opened(name: str, is_dcp: bool, verify: bool) -> ConvertSource:
     from fastserial.distributed.conversion import FolderSource
 
     source = FolderSource(name)
-    source.warn_of_text()
+    try:
+        source.warn_of_text()
+    except BaseException:  # warnings may be errors
+        source.close()
+        raise
     return source

@@ -79,6 +79,12 @@ def test_tensors_at_the_same_offset_of_two_files(tmp_path: Path) -> None:
     assert all(torch.equal(found[key], one) for key, one in state.items())
 
 
+def test_an_index_that_names_no_file(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(DistributedError, match=r"index\.json: it names no file"):
+        distributed.load(tmp_path, {})
+
+
 def test_what_does_not_fit(tmp_path: Path) -> None:
     distributed.save(model(), tmp_path, format="safetensors", shard_nbytes=MOST)
     other = nn.Sequential(nn.Linear(100, 200), nn.Linear(200, 7))

@@ -34,7 +34,7 @@ def blank(value: Any) -> Any:
 
 def differing(found: Any, wanted: Any, key: str = "") -> list[str]:
     """Return the keys at which two nests differ; of sharded tensors, in this rank's shards."""
-    if isinstance(wanted, dict | list):
+    if isinstance(wanted, dict | list | tuple):
         items = wanted.items() if isinstance(wanted, dict) else enumerate(wanted)
         if len(found) != len(wanted):
             return [key]

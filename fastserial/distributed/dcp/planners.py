@@ -304,6 +304,8 @@ class FastSavePlanner(DefaultSavePlanner):
         if self._plans_as_stock:
             text = f"{kind.__name__} changes plans: they are those of DefaultSavePlanner"
             warnings.warn(text, UserWarning, stacklevel=2)
+        elif hasattr(self, "_enable_plan_caching"):
+            self._enable_plan_caching = False  # it may have come by position
         self._own: _OwnPlan | None = None  # of this rank, while the save is planned
         self._meshes: dict[int, tuple[int, ...]] = {}  # what is known of the meshes of this save
 

@@ -125,7 +125,7 @@ def _parsed(item: Source) -> ItemTensor | None:
     return ItemTensor(start, record.size, dtype, tensor.shape, tensor.stride, crc)
 
 
-def _check_archive(data: bytes) -> bool:
+def check_archive(data: bytes) -> bool:
     """Compare the CRC-32s in an archive with its records; return whether all records have one.
 
     Raises:
@@ -214,7 +214,7 @@ class ShardReader:
                 self._check(wanted, crc32(data), known.crc)
             elif self._verify:
                 with self._naming(wanted):
-                    self.all_verified &= _check_archive(data)
+                    self.all_verified &= check_archive(data)
             if wanted.dtype is None:
                 self._take_bytes(wanted, data)
             else:

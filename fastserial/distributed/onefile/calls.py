@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastserial.distributed.onefile.loader import load_file
+from fastserial.distributed.onefile.loader import LoadTask, load_file
 from fastserial.distributed.onefile.safetensors import save_folder
 from fastserial.distributed.onefile.saver import TIMEOUT, Writers, save_file
 from fastserial.errors import ConfigError
-from fastserial.formats.container import is_dcp_folder
 from fastserial.reports import LoadReport, SaveReport
 
 if TYPE_CHECKING:
@@ -115,8 +114,10 @@ def load(
         Exception: code of the user's failed on this rank, such as a module's load hook.
         RuntimeError: the process group has no store (MPI).
     """
-    if isinstance(path, str | os.PathLike) and is_dcp_folder(path):
-        from fastserial.distributed.onefile.dcp_folder import load_dcp_folder
+    return load_file(path, into, group, broadcast, strict, cast, timeout, _folder_task)
 
-        return load_dcp_folder(path, into, group, strict, cast, timeout)
-    return load_file(path, into, group, broadcast, strict, cast, timeout)
+
+def _folder_task(*args: Any) -> LoadTask:
+    from fastserial.distributed.onefile.dcp_folder import FolderLoadTask
+
+    return FolderLoadTask(*args)

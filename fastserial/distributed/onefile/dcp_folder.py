@@ -1,155 +1,354 @@
 """`distributed.load` of a folder of torch.distributed.checkpoint, whoever saved it.
 
 Rank 0 reads what is in it, all compare that with what they hold, and each reads what it wants. The
-messages: what is in the folder; what does not fit; what was read.
+messages: what is in the folder; what does not fit; what was read. No rank unpickles `.metadata`.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from math import prod
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from fastserial.checksums import crc32
-from fastserial.config import current
-from fastserial.distributed.conversion import FolderSource
-from fastserial.distributed.dcp.folder import METADATA
+from fastserial.checksums import check_crc, crc32
+from fastserial.distributed.conversion import FolderFiles, dtype_of, nested
+from fastserial.distributed.dcp.folder import METADATA, storage_info
 from fastserial.distributed.dcp.planners import FastLoadPlanner
-from fastserial.distributed.dcp.storage_reader import REPLACED, FastStorageReader
-from fastserial.distributed.onefile.loader import HALFWAY, refusal_of
-from fastserial.distributed.plan.matching import Match, file_leaves, path_name, unused
-from fastserial.distributed.ranks.group import collective, node_name, path_of
-from fastserial.distributed.sharding.file_index import without_bytes
-from fastserial.errors import CheckpointReplacedError, DistributedError, LoadMismatchError
-from fastserial.reports import LoadReport, RankReport, publish_load
+from fastserial.distributed.dcp.storage_reader import (
+    REPLACED,
+    FastStorageReader,
+    check_archive,
+)
+from fastserial.distributed.onefile.loader import HALFWAY, Compared, LoadResult, LoadTask
+from fastserial.distributed.plan.matching import Match, TensorMatch, file_leaves, path_name, unused
+from fastserial.distributed.ranks.group import node_name
+from fastserial.distributed.sharding.file_index import FileTensor, is_plain_tuple, without_bytes
+from fastserial.errors import CheckpointReplacedError, ConvertError, CorruptCheckpointError
+from fastserial.files.sources import stamp
+from fastserial.formats.container import FolderContainer
+from fastserial.formats.dcp import Item, parse
+from fastserial.formats.dcp import Metadata as FolderMetadata
+from fastserial.formats.source import BytesSource
+from fastserial.formats.tensors import contiguous_stride
+from fastserial.memory.held_settings import paused_collection
+from fastserial.reports import LoadReport, RankReport
+
+_SPACE = 1 << 48  # more bytes than a storage has
 
 
 class _FolderContents(NamedTuple):
     """What a folder holds.
 
     Attributes:
+        version: CRC-32 of `.metadata`: all ranks need the same checkpoint.
         value: the nest, with a `FileTensor` for each tensor.
-        keys: of the tensors, by their offsets.
-        version: of the checkpoint: see `_version_of`.
+        keys: of the tensors that are entries, by their numbers.
+        storages: bytes of the tensors that are in values; see `_ValueStorages`.
+        metadata: where the entries are.
+        damage: of values; then there is nothing else.
+        verified: all values were compared with checksums.
     """
 
+    version: int
     value: Any
     keys: dict[int, str]
-    version: int
+    storages: list[torch.Tensor]
+    metadata: Metadata
+    damage: str
+    verified: bool
 
 
-class _FolderFit(NamedTuple):
-    """What a rank found when it compared."""
+class _RankRead(NamedTuple):
+    """What a rank did."""
 
-    problems: list[str]
-    missing: list[str]
-    unused: set[int]
+    line: RankReport
+    damage: str
+    verified: bool
 
 
-def load_dcp_folder(
-    path: Any,
-    into: Any,
-    group: dist.ProcessGroup | None,
-    strict: bool,
-    cast: bool,
-    timeout: float,
-) -> LoadReport:
-    """Fill what the ranks hold from a folder; see `fastserial.distributed.load`. Collective."""
-    began = perf_counter()
-    is_filling = False
+class FolderLoadTask(LoadTask):
+    """One load of a folder on one rank."""
+
+    def compare(self, into: Any, cast: bool) -> str:
+        """See `LoadTask.compare`."""
+        traffic, verify = self._traffic, self._config.verify_on_load
+        with paused_collection():
+            found: _FolderContents = traffic.decide(None, lambda _: _contents_of(self.path, verify))
+            self._found = found
+            if found.damage:
+                return ""
+            self._reader = _FolderReader(self.path, verify, traffic.alive)
+            self._reader.take(found.version)
+            _number_keys(found.value, into)
+            leaves = file_leaves(found.value)
+            self._match = match = Match(traffic.rank, traffic.ranks, cast)
+            match.compare(into, found.value)
+            rest = set(unused(leaves, match.used))
+            call = self._broadcast, self._strict, verify
+            mine = Compared(match.missing, match.problems, rest, b"", call)
+            names = [path_name(where) for where, _ in leaves]
+            answer = traffic.decide(mine, lambda every: self._decide(every, names))
+            self._unexpected = tuple(names[number] for number in answer.unexpected)
+        self._planned = perf_counter()
+        return str(answer.refusal)
+
+    def fill(self) -> LoadResult:
+        """See `LoadTask.fill`."""
+        if self._found.damage:
+            return LoadResult(self._found.damage, False, ())
+        return super().fill()
+
+    def _move(self) -> None:
+        found = self._found
+        self._damage = ""
+        try:
+            entries = [job for job in self._match.jobs if job.tensor.number in found.keys]
+            self._reader.fill(entries, found.keys, found.metadata)
+        except CorruptCheckpointError as error:
+            self._damage = f"{error} (read by rank {self._traffic.rank}). {HALFWAY}"
+        with torch.no_grad():
+            for tensor, held in self._match.jobs:
+                if tensor.number in found.keys or not tensor.offset:
+                    continue
+                whole = _tensor_in_value(tensor, found.storages)
+                for box, view in held.parts:
+                    spans = zip(box.offsets, box.sizes, strict=True)
+                    view.copy_(whole[tuple(slice(at, at + size) for at, size in spans)])
+
+    def _judge(self) -> LoadResult:
+        reader = self._reader
+        line = RankReport(
+            rank=self._traffic.rank,
+            node=node_name(),
+            bytes=reader.nbytes,
+            sent_bytes=0,
+            received_bytes=0,
+            phases={
+                "plan": self._planned - self._began,
+                "own": perf_counter() - self._planned,
+                "share": 0.0,
+            },
+        )
+        mine = _RankRead(line, self._damage, reader.is_verified and self._found.verified)
+
+        def decide(every: list[_RankRead]) -> LoadResult:
+            damage = next((one.damage for one in every if one.damage), "")
+            verified = not damage and all(one.verified for one in every)
+            return LoadResult(damage, verified, tuple(one.line for one in every))
+
+        result: LoadResult = self._traffic.decide(mine, decide)
+        return result
+
+    def report(self, result: LoadResult) -> LoadReport:
+        """See `LoadTask.report`."""
+        return LoadReport(
+            path=self.path,
+            container="dcp",
+            bytes=sum(line.bytes for line in result.ranks),
+            seconds=perf_counter() - self._began,
+            engine=self._reader.engine,
+            verified=result.verified,
+            ranks=result.ranks,
+            missing_keys=tuple(self._match.missing),
+            unexpected_keys=self._unexpected,
+        )
+
+
+# -- what is in a folder ---------------------------------------------------------------------------
+
+
+def _contents_of(path: str, verify: bool) -> _FolderContents:
+    """Read what is in a folder, without the bytes of tensors. Executes no pickle.
+
+    Raises:
+        CorruptCheckpointError: `.metadata` is damaged, or there is none.
+        ConvertError: its entries cannot be in one nest.
+        CheckpointReplacedError: another save completed meanwhile.
+        OSError: a file cannot be read.
+    """
+    name = os.path.join(path, METADATA)
     try:
-        with collective(group, timeout) as traffic:
-            config = current()
-            name = path_of(path, into, "distributed.load(path, into)")
-            contents: _FolderContents = traffic.decide(None, lambda _: _contents_of(name))
-            reader = _FolderReader(name, config.verify_on_load, traffic.alive)
-            metadata = reader.read_metadata()
-            if _version_of(name) != contents.version:
-                raise CheckpointReplacedError(errno.ENOENT, REPLACED, name)
-            leaves = file_leaves(contents.value)
-            match = Match(traffic.rank, traffic.ranks, cast)
-            match.compare(into, contents.value)
-            found = _FolderFit(match.problems, match.missing, set(unused(leaves, match.used)))
-            every: list[_FolderFit] = traffic.decide(found, lambda every: every)
-            unexpected = sorted(set.intersection(*(one.unused for one in every)))
-            names = [path_name(leaves[number][0]) for number in unexpected]
-            missing = [one.missing for one in every]
-            refusal = refusal_of(name, [one.problems for one in every], missing, names, strict)
-            if not refusal:
-                planned, is_filling = perf_counter(), True
-                reader.fill(match, contents.keys, metadata)
-                phases = {"plan": planned - began, "own": perf_counter() - planned, "share": 0.0}
-                line = RankReport(
-                    rank=traffic.rank,
-                    node=node_name(),
-                    bytes=reader.nbytes,
-                    sent_bytes=0,
-                    received_bytes=0,
-                    phases=phases,
-                )
-                lines: list[RankReport] = traffic.decide(line, lambda every: every)
-                with traffic.together(theirs=True):
-                    match.finish()
-    except DistributedError as error:
-        if is_filling:
-            error.cause = f"{error.cause}. {HALFWAY}"
+        with open(name, "rb") as file:
+            data = file.read()
+    except FileNotFoundError:
+        FolderContainer(path).of_all_ranks()  # may know why
         raise
-    if refusal:
-        raise LoadMismatchError(refusal)
-    report = LoadReport(
-        path=name,
-        container="dcp",
-        bytes=sum(one.bytes for one in lines),
-        seconds=perf_counter() - began,
-        engine=reader.engine,
-        verified=reader.is_verified,
-        ranks=tuple(lines),
-        missing_keys=tuple(match.missing),
-        unexpected_keys=tuple(names),
-    )
-    publish_load(report, config.on_load)
-    return report
-
-
-def _contents_of(path: str) -> _FolderContents:
-    """Read what is in a folder, without the bytes of tensors. Executes no pickle."""
-    version = _version_of(path)
-    source = FolderSource(path)
+    version, found = crc32(data), parse(BytesSource(data), name)
+    if found.missing:
+        text = "`.metadata` does not say where it is"
+        raise CorruptCheckpointError(text, path=path, record=found.missing[0])
+    metadata = Metadata({}, storage_data={})
     try:
-        value = _numbered(without_bytes(source.value, source))
-        return _FolderContents(value, source.keys, version)
+        flat, verified = _values_of(path, found, verify)
+    except CorruptCheckpointError as error:
+        return _FolderContents(version, None, {}, [], metadata, str(error), False)
+    except FileNotFoundError as error:
+        with open(name, "rb") as file:
+            if crc32(file.read()) == version:
+                raise
+        raise CheckpointReplacedError(errno.ENOENT, REPLACED, path) from error
+    storages = _ValueStorages()
+    flat = without_bytes(flat, storages)
+    used = [one.number for _, one in file_leaves(flat) if isinstance(one, FileTensor)]
+    first = 1 + max(used, default=-1)
+    keys: dict[int, str] = {}
+    extended = {item.key for item in found.items if item.is_extended}
+    for number, (key, stored) in enumerate(found.tensors.items(), first):
+        dtype, problem = torch.uint8, None
+        try:
+            dtype = dtype_of(key, stored)
+        except ConvertError as error:
+            problem = str(error)
+        if key in extended:
+            problem = "it went through an extension: load it with dcp.load"
+        elif stored.dtype.startswith(("quint", "qint")):
+            problem = "in the folder it is quantized"
+        shape = stored.shape
+        strides = contiguous_stride(shape)
+        flat[key] = FileTensor(number, dtype, shape, strides, 0, (), problem, number)
+        keys[number] = key
+        if sum(prod(chunk.sizes) for chunk in stored.chunks) != prod(shape):
+            text = "its parts do not make it up"
+            raise CorruptCheckpointError(text, path=path, record=key)
+        chunks = [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes in stored.chunks
+        ]
+        entry = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
+        metadata.state_dict_metadata[key] = entry
+    for item in found.items:
+        if os.path.basename(item.file) != item.file:
+            text = f"its file {item.file!r} is not in the folder"
+            raise CorruptCheckpointError(text, path=path, record=item.name)
+        if item.chunk is not None:
+            info = storage_info(item.file, item.offset, item.length, item.known)
+            metadata.storage_data[MetadataIndex(item.key, torch.Size(item.chunk.offsets))] = info
+    value = nested(flat, found.paths)
+    return _FolderContents(version, value, keys, storages.found, metadata, "", verified)
+
+
+def _values_of(path: str, found: FolderMetadata, verify: bool) -> tuple[dict[str, Any], bool]:
+    """Return the values by their keys, and whether all were compared with checksums.
+
+    In place of one that cannot be loaded is a `FileTensor` that says why.
+    """
+    files, verified = FolderFiles(path), verify
+    values: dict[str, Any] = {}
+    problems: dict[str, str] = {}
+    try:
+        items = {item.key: item for item in found.items if item.chunk is None}
+        for key in found.values:
+            data = files.data_of(items[key])
+            if verify:
+                verified &= _is_sound(items[key], data, path)
+            try:
+                values[key] = files.value_of(items[key], data)
+            except ConvertError as error:
+                problems[key] = str(error)
+        files.check_unchanged()
     finally:
-        source.close()
+        files.close()
+    return values | {key: _unloaded(text) for key, text in problems.items()}, verified
 
 
-def _version_of(path: str) -> int:
-    """Return the CRC-32 of `.metadata`: all ranks need the same checkpoint."""
-    with open(os.path.join(path, METADATA), "rb") as file:
-        return crc32(file.read())
+def _unloaded(problem: str) -> FileTensor:
+    return FileTensor(-1, torch.uint8, (), (), 0, (), problem, -1)
 
 
-def _numbered(value: Any) -> Any:
-    """Return a nest in which optimizers' states are numbered by integers: in folders it is text."""
-    if not isinstance(value, dict):
-        return value
-    found = {key: _numbered(one) for key, one in value.items()}
-    if {"state", "param_groups"} <= found.keys() and isinstance(found["state"], dict):
-        found["state"] = {
-            int(key) if key.isdecimal() else key: one for key, one in found["state"].items()
-        }
-    return found
+def _is_sound(item: Item, data: bytes, path: str) -> bool:
+    """Compare a value with its checksum; return whether it has one.
+
+    Raises:
+        CorruptCheckpointError: it differs.
+    """
+    if item.known is None:
+        try:
+            return check_archive(data)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(error.message, path=path, record=item.name) from error
+    if item.known.crc is None:
+        return False
+    check_crc(crc32(data), item.known.crc, path, item.name)
+    return True
+
+
+class _ValueStorages:
+    """The storages of tensors that are in values: number n is at (n + 1) * `_SPACE`."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def offset_of(self, storage: torch.UntypedStorage) -> int:
+        """Return the place of a storage."""
+        address = storage.data_ptr()
+        if address not in self._places:
+            self.found.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+            self._places[address] = len(self.found) * _SPACE
+        return self._places[address]
+
+
+def _tensor_in_value(tensor: FileTensor, storages: list[torch.Tensor]) -> torch.Tensor:
+    """Return a tensor that has elements."""
+    number, start = divmod(tensor.offset, _SPACE)
+    storage = storages[number - 1].untyped_storage()
+    made = torch.empty(0, dtype=tensor.dtype)
+    made.set_(storage, start // tensor.itemsize, tensor.shape, tensor.stride)
+    made = made.conj() if "conj" in tensor.pending else made
+    return made.neg() if "neg" in tensor.pending else made
+
+
+def _number_keys(there: Any, into: Any) -> None:
+    """Turn keys that are numbers in `into`, or in an optimizer's state, into numbers.
+
+    In folders they are text.
+    """
+    seen: set[int] = set()
+
+    def visit(there: Any, into: Any, is_state: bool) -> None:
+        if id(there) in seen:
+            return
+        seen.add(id(there))
+        if isinstance(there, MutableMapping):
+            wanted: Any = into if isinstance(into, dict) else {}
+            numbers = {str(key): key for key in wanted if type(key) is int and key not in there}
+            if is_state and not isinstance(into, dict):
+                numbers = {key: int(key) for key in there if _is_number(key)}
+            if not numbers.keys().isdisjoint(there):
+                items = list(there.items())
+                there.clear()
+                for key, item in items:
+                    there[numbers.get(key, key)] = item
+            is_optimizer = {"state", "param_groups"} <= there.keys()
+            for key, item in there.items():
+                visit(item, wanted.get(key), is_optimizer and key == "state")
+        elif isinstance(there, list) or is_plain_tuple(there):
+            others = into if isinstance(into, list | tuple) else ()
+            for at, item in enumerate(there):
+                visit(item, others[at] if at < len(others) else None, False)
+
+    visit(there, into, False)
+
+
+def _is_number(key: Any) -> bool:
+    return type(key) is str and key.isascii() and key.isdecimal() and str(int(key)) == key
+
+
+# -- its bytes -------------------------------------------------------------------------------------
 
 
 class _FolderReader(FastStorageReader):
@@ -166,19 +365,39 @@ class _FolderReader(FastStorageReader):
         self.between = between
         self.nbytes, self.engine, self.is_verified = 0, "buffered", verify
 
-    def fill(self, match: Match, keys: dict[int, str], metadata: Metadata) -> None:
-        """Read the tensors that a rank wants, given the key of each by its offset."""
+    def take(self, version: int) -> None:
+        """Note which `.metadata` is there.
+
+        Raises:
+            CheckpointReplacedError: it is not the one of this version.
+            OSError: it cannot be read.
+        """
+        path = os.path.join(self.path, METADATA)
+        with open(path, "rb") as file:
+            self._seen = path, stamp(file.fileno())
+            if crc32(file.read()) != version:
+                raise CheckpointReplacedError(errno.ENOENT, REPLACED, str(self.path))
+
+    def fill(self, jobs: list[TensorMatch], keys: dict[int, str], metadata: Metadata) -> None:
+        """Read the tensors that a rank wants, given the key of each by its number.
+
+        Raises:
+            CorruptCheckpointError: one is damaged, or lacks a part.
+        """
         self.set_up_storage_reader(metadata, False)
         planner = FastLoadPlanner()
         items: list[ReadItem] = []
-        for tensor, held in match.jobs:
-            key = keys.get(tensor.offset, "")
-            for box, view in held.parts if key else ():
-                index = MetadataIndex(key, torch.Size(box.offsets))
-                planner.views[index] = view
+        for tensor, held in jobs:
+            key = keys[tensor.number]
+            for box, view in held.parts:
                 entry: Any = metadata.state_dict_metadata[key]
                 chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-                items += create_read_items_for_chunk_list(key, entry, [chunk])
+                found = create_read_items_for_chunk_list(key, entry, [chunk])
+                if sum(prod(one.lengths) for one in found) != box.numel:
+                    text = "its parts do not make it up"
+                    raise CorruptCheckpointError(text, path=str(self.path), record=key)
+                planner.views[MetadataIndex(key, chunk.offsets)] = view
+                items += found
         self.read_data(LoadPlan(items), planner).wait()
 
     def report(self, **found: Any) -> None:

@@ -6,7 +6,7 @@ import errno
 import os
 import pickle
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from fastserial.distributed.sharding.file_index import (
 )
 from fastserial.distributed.sharding.grid import Grid
 from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMismatchError
+from fastserial.formats.container import is_dcp_folder
 from fastserial.formats.safetensors import INDEX, ONE_FILE
 from fastserial.interrupts import finish
 from fastserial.loading.reader import FastFileReader
@@ -49,8 +50,13 @@ def load_file(
     strict: bool,
     cast: bool,
     timeout: float,
+    folder_task: Callable[..., LoadTask],
 ) -> LoadReport:
-    """Fill what the ranks hold; see `fastserial.distributed.load`. Collective."""
+    """Fill what the ranks hold; see `fastserial.distributed.load`. Collective.
+
+    Args:
+        folder_task: makes the task for a folder of torch.distributed.checkpoint.
+    """
     began = perf_counter()
     task: LoadTask | None = None
     refusal, result = "", None
@@ -58,7 +64,9 @@ def load_file(
         with collective(group, timeout) as traffic:
             config = config_module.current()
             name = path_of(path, into, "distributed.load(path, into)")
-            task = LoadTask(traffic, name, config, broadcast, strict, began)
+            is_folder = traffic.decide(None, lambda _: is_dcp_folder(name))
+            make = folder_task if is_folder else LoadTask
+            task = make(traffic, name, config, broadcast, strict, began)
             refusal = task.compare(into, cast)
             if not refusal:
                 result = task.fill()
@@ -92,7 +100,7 @@ class _LoadDecision(NamedTuple):
     wanted: list[bytes]
 
 
-class _Compared(NamedTuple):
+class Compared(NamedTuple):
     """What a rank found when it compared."""
 
     missing: list[str]
@@ -110,7 +118,7 @@ class _Read(NamedTuple):
     all_checked: bool
 
 
-class _LoadResult(NamedTuple):
+class LoadResult(NamedTuple):
     """What is damaged, if anything is; and whether all checksums were compared."""
 
     damage: str
@@ -167,7 +175,7 @@ class LoadTask:
             match.compare(into, value)
             self._targets, self._odd = targets_of(match.jobs, grids)
             wanted = wanted_of(self._targets)
-            found = _Compared(
+            found = Compared(
                 match.missing,
                 match.problems,
                 set(unused(leaves, match.used)),
@@ -241,7 +249,7 @@ class LoadTask:
             return first.value
         return {key: value for index in indexes.values() for key, value in index.value.items()}
 
-    def _decide(self, found: Sequence[_Compared], names: Sequence[str]) -> _LoadDecision:
+    def _decide(self, found: Sequence[Compared], names: Sequence[str]) -> _LoadDecision:
         """Return rank 0's decision for all ranks."""
         unexpected = sorted(set.intersection(*(one.unused for one in found)))
         problems = [one.problems for one in found]
@@ -255,7 +263,7 @@ class LoadTask:
 
     # -- bytes ---------------------------------------------------------------------------------
 
-    def fill(self) -> _LoadResult:
+    def fill(self) -> LoadResult:
         """Read and exchange all bytes; set what is not a tensor's memory.
 
         Returns:
@@ -294,7 +302,7 @@ class LoadTask:
         """Return whether a leaf is a tensor of a file."""
         return isinstance(leaf, FileTensor) and self._file_of[leaf.number] == name
 
-    def _judge(self) -> _LoadResult:
+    def _judge(self) -> LoadResult:
         """Compare the checksums with what all ranks read, and gather what they did."""
         flows = self._flows
         line = RankReport(
@@ -312,10 +320,10 @@ class LoadTask:
         checked = self._config.verify_on_load and not self._odd
         all_checked = checked and all(map(flows[0].parts.checks, self._targets))
         mine = _Read(line, flows[0].parts.ledger.pieces(), all_checked)
-        result: _LoadResult = self._traffic.decide(mine, self._decide_on_checksums)
+        result: LoadResult = self._traffic.decide(mine, self._decide_on_checksums)
         return result
 
-    def _decide_on_checksums(self, done: Sequence[_Read]) -> _LoadResult:
+    def _decide_on_checksums(self, done: Sequence[_Read]) -> LoadResult:
         # Without broadcast each rank may have read all of a record, perhaps of a copy of its own.
         groups = [done] if self._broadcast else [*([one] for one in done), done]
         damage, whole = "", False
@@ -323,7 +331,7 @@ class LoadTask:
             found, whole = self._compare_checksums(group)
             damage = damage or found
         verified = whole and not damage and all(one.all_checked for one in done)
-        return _LoadResult(damage, verified, tuple(one.line for one in done))
+        return LoadResult(damage, verified, tuple(one.line for one in done))
 
     def _compare_checksums(self, done: Sequence[_Read]) -> tuple[str, bool]:
         """Return what is damaged, if anything is, and whether all records are known as a whole."""
@@ -349,7 +357,7 @@ class LoadTask:
                 return f"{damage}. {HALFWAY}", False
         return "", known
 
-    def report(self, result: _LoadResult) -> LoadReport:
+    def report(self, result: LoadResult) -> LoadReport:
         """Return what happened."""
         blocks = [reader.blocks for reader in self._readers.values()]
         counts = [one.counts for one in blocks]
@@ -398,14 +406,17 @@ def _files_of(path: str) -> list[str]:
     """Return the names of a folder's safetensors files; of a file an empty one.
 
     Raises:
-        CorruptCheckpointError: the index is damaged, or names a file outside of the folder.
+        CorruptCheckpointError: the index is damaged, names no file, or one outside of the folder.
         OSError: it cannot be read, or is a folder of something else.
     """
     if not os.path.isdir(path):
         return [""]
     index = os.path.join(path, INDEX)
     if os.path.exists(index):
-        return list(read_index(index))
+        names = list(read_index(index))
+        if not names:
+            raise CorruptCheckpointError("it names no file", path=index)
+        return names
     if os.path.exists(os.path.join(path, ONE_FILE)):
         return [ONE_FILE]
     text = "it is a folder, neither of safetensors files nor of torch.distributed.checkpoint"

@@ -240,6 +240,9 @@ class Match:
 
     def _mismatch(self, path: Path, wanted: str, there: Any) -> None:
         self.used.add(path)
+        if isinstance(there, FileTensor) and there.problem is not None:
+            self.problems.append(f"{path_name(path)}: {there.problem}")
+            return
         found = "a tensor" if isinstance(there, FileTensor) else f"a {type(there).__name__}"
         self.problems.append(f"{path_name(path)}: it is {wanted} here, in the file {found}")
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fastserial
-from fastserial import DistributedError, LoadMismatchError, distributed
+from fastserial import CorruptCheckpointError, DistributedError, LoadMismatchError, distributed
 from fastserial.distributed import FastSavePlanner, FastStorageWriter, FlatShard
 
 
@@ -52,6 +52,7 @@ def main() -> None:
         "columns": distribute_tensor(full.bfloat16(), mesh, [Shard(1)]),
         "step": 7,
         "list": [1, {"a": torch.ones(3)}],
+        "rng": (torch.arange(4), 3),
     }
     ours = who == "ours"
     writer: Any = FastStorageWriter(path) if ours else dcp.FileSystemWriter(path)
@@ -65,6 +66,7 @@ def main() -> None:
         "columns": FlatShard((7, 600), torch.float32, 2000 * rank, 2000, torch.zeros(2000)),
         "step": 0,
         "list": [0, {"a": distribute_tensor(torch.zeros(3), mesh, [Replicate()])}],
+        "rng": (distribute_tensor(torch.zeros(4, dtype=torch.int64), mesh, [Shard(0)]), 0),
     }
     with fastserial.options(verify_on_load=True):
         report = distributed.load(path, into, strict=True, cast=True)
@@ -76,6 +78,8 @@ def main() -> None:
     assert into["step"] == 7
     assert into["list"][0] == 1
     assert torch.equal(into["list"][1]["a"].to_local(), torch.ones(3))
+    assert torch.equal(into["rng"][0].full_tensor(), torch.arange(4))
+    assert into["rng"][1] == 3
     assert report.container == "dcp"
     assert report.verified
     assert [line.rank for line in report.ranks] == [0, 1]
@@ -90,6 +94,19 @@ def main() -> None:
             assert text in str(error), error
     else:
         raise AssertionError("a state that does not fit was loaded")
+    for verify, strict in ((rank == 0, True), (False, rank == 0), (False, rank == 1)):
+        try:
+            with fastserial.options(verify_on_load=verify):
+                distributed.load(path, {"step": 0}, strict=strict, timeout=60)
+        except LoadMismatchError as error:
+            assert "strict and verify_on_load are not the same on all ranks" in str(error)
+        else:
+            raise AssertionError("ranks with different options loaded")
+    try:  # rank 0 decides what the path is
+        distributed.load(path if rank == 0 else path / "none", {"step": 0}, timeout=60)
+    except FileNotFoundError as error:
+        assert isinstance(error, DistributedError)
+        assert error.rank == 1
     dist.barrier()
     if rank == 0:
         with (path / "__1_0.distcp").open("r+b") as file:
@@ -101,7 +118,7 @@ def main() -> None:
     with fastserial.options(verify_on_load=True):
         try:
             distributed.load(path, {**into, "step": 0}, cast=True)
-        except DistributedError as error:
+        except CorruptCheckpointError as error:
             assert "record " in str(error), error
             print("damaged")
 
