@@ -148,7 +148,9 @@ def test_numbers_as_keys(tmp_path: Path) -> None:
         model(torch.ones(1, 3)).sum().backward()
         one.step()
     states = [one.state_dict() for one in optimizers]
-    save({"model": model.state_dict(), "list": states, "other": {3: torch.ones(2), "4": 1}}, tmp_path)
+    save(
+        {"model": model.state_dict(), "list": states, "other": {3: torch.ones(2), "4": 1}}, tmp_path
+    )
     new = nn.Linear(3, 2)
     live = [torch.optim.Adam(new.parameters()) for _ in optimizers]
     plain = {3: torch.zeros(2), "4": 0}
