@@ -278,6 +278,7 @@ class RemoteSource:
         if not self._name or (not slash and scheme in _OBSTORE_SCHEMES):
             raise ConfigError(f"{url}: names no file. A URL has the form s3://bucket/path/file")
         self.name = url
+        self._pid = os.getpid()
         with self._naming():
             self._folder = remote_folder(f"{scheme}://{folder}", _TIMEOUT)
             self._status = self._folder.status(self._name)
@@ -312,6 +313,7 @@ class RemoteSource:
         Raises:
             TruncatedCheckpointError: there are not as many.
             RemoteError: the store fails.
+            ConfigError: this process was forked after the object was opened.
         """
         data = bytearray(max(0, nbytes))
         self.read_to(memoryview(data), offset)
@@ -319,6 +321,11 @@ class RemoteSource:
 
     def read_to(self, view: memoryview, offset: int) -> None:
         """Fill host memory with the bytes from `offset` on; errors as of `read_at`."""
+        if os.getpid() != self._pid:  # without the store's threads no answer would come
+            raise ConfigError(
+                f"{self.name}: it was opened before this process was forked. Open it in this "
+                'process, or start workers with "spawn"'
+            )
         nbytes = len(view)
         if offset < 0 or offset + nbytes > self.size:
             raise TruncatedCheckpointError(f"the file ends at byte {self.size}: truncated")

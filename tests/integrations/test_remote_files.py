@@ -229,3 +229,17 @@ def test_urls_on_the_command_line(bucket: str) -> None:
     done = CliRunner().invoke(app, ["inspect", "--json", f"{bucket}/x.pt"])
     assert done.exit_code == 0, done.output
     assert f'"path": "{bucket}/x.pt"' in done.output
+
+
+def test_a_forked_process_cannot_read_what_its_parent_opened(bucket: str) -> None:
+    """It would wait forever for threads that it does not have."""
+    with fastserial.open(f"{bucket}/x.pt") as file:
+        assert torch.equal(file.get_tensor("small.3"), STATE["small.3"])
+        child = os.fork()
+        if not child:
+            try:
+                file.get_tensor("small.4")
+            except ConfigError as error:
+                os._exit(7 if "forked" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
