@@ -22,7 +22,7 @@ from fastserial.errors import (
 )
 from fastserial.files import remote
 
-STATE = {
+STATE: dict[str, Any] = {
     "weight": torch.arange(3 << 20, dtype=torch.float64).reshape(3, 1 << 20),
     **{f"small.{index}": torch.full((1000,), index) for index in range(50)},
     "step": 7,
