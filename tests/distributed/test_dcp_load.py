@@ -16,10 +16,11 @@ import torch.distributed.checkpoint as dcp
 from support.nests import differing
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 import fastserial
 from fastserial import CorruptCheckpointError, LoadMismatchError, convert, distributed
-from fastserial.distributed import FastSavePlanner, FastStorageWriter
+from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter
 
 
 @pytest.fixture(autouse=True)
@@ -221,6 +222,28 @@ def test_a_folder_without_metadata(tmp_path: Path) -> None:
     (tmp_path / ".metadata").unlink()
     with pytest.raises(fastserial.DistributedError, match="was not completed"):
         distributed.load(tmp_path, {"a": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("shape", [(5,), ()])
+def test_a_file_of_another_checkpoint(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Stock refuses it, too."""
+    save({"w": torch.ones(10)}, tmp_path / "a")
+    save({"w": torch.zeros(shape)}, tmp_path / "b")
+    a, b = (
+        pickle.loads((tmp_path / name / ".metadata").read_bytes()).storage_data for name in "ab"
+    )
+    metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+    metadata.storage_data = dict(zip(a, b.values(), strict=True))
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    (tmp_path / "b" / "__0_0.distcp").replace(tmp_path / "a" / "__0_0.distcp")
+    found = {"w": torch.zeros(10)}
+    with pytest.raises(CorruptCheckpointError, match="w: it is that of another checkpoint"):
+        distributed.load(tmp_path / "a", found)
+    reader = FastStorageReader(tmp_path / "a")
+    for one in (reader, dcp.FileSystemReader(tmp_path / "a")):
+        with pytest.raises(CheckpointException):
+            dcp.load(found, storage_reader=one)
+    assert not found["w"].any()
 
 
 def test_the_caching_of_plans_given_by_position(tmp_path: Path) -> None:

@@ -207,6 +207,8 @@ class ShardReader:
                 if wanted.dtype is not None:
                     content = tensor_in(source, wanted.dtype, wanted.shape, known)
             if content is not None:
+                if not all(_is_within(request, content.shape) for request in wanted.requests):
+                    raise self._damaged(wanted, "it is that of another checkpoint")
                 found.append((wanted, content))
                 continue
             data = source.read_at(0, length)
@@ -301,6 +303,14 @@ class ShardReader:
         return CorruptCheckpointError(
             text, path=self._reader.name, record=wanted.name, offset=wanted.info.offset
         )
+
+
+def _is_within(request: ReadItem, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor of this shape has what is requested of it."""
+    offsets, lengths = request.storage_offsets, request.lengths
+    return len(offsets) == len(shape) and all(
+        at + length <= size for at, length, size in zip(offsets, lengths, shape, strict=True)
+    )
 
 
 REPLACED = "another save into this folder completed while it was loaded: load again"

@@ -95,8 +95,8 @@ def load(
             are filled; modules and optimizers, new ones included; and other values, which are
             replaced by the file's. Ranks may hold different keys.
         group: its ranks take part; by default all. Without torch.distributed a process is alone.
-        broadcast: False: every rank reads what it needs, and sends nothing; so it is with folders
-            of torch.distributed.checkpoint.
+        broadcast: False: every rank reads what it needs, and sends nothing; so it is with tensors
+            in folders of torch.distributed.checkpoint.
         strict: what a rank wants must be in the file, and what is in the file some rank must want.
         cast: convert what has another dtype in the file.
         timeout: seconds after which a rank that is not heard from counts as lost.

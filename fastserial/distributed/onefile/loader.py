@@ -1,4 +1,7 @@
-"""`fastserial.distributed.load`: a torch file, or a folder of safetensors files, on many ranks."""
+"""`fastserial.distributed.load`: a torch file, or a folder of safetensors files, on many ranks.
+
+`dcp_folder` has the task for folders of torch.distributed.checkpoint.
+"""
 
 from __future__ import annotations
 
