@@ -144,7 +144,10 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
     name = os.fspath(path)
     with naming(name), Descriptors() as files, paused_collection():
         if is_url(name):
-            return _inspect(name, RemoteSource(name), limits)
+            source = RemoteSource(name)
+            found = _inspect(name, source, limits)
+            source.check_unchanged()
+            return found
         fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
         return _inspect(name, DescriptorSource(fd), limits)
 

@@ -150,13 +150,14 @@ class RemoteReader:
         """Read extents into host memory; returns when all have arrived.
 
         Raises:
-            TruncatedCheckpointError: the file became shorter.
+            CorruptCheckpointError: the file changed since it was opened.
             RemoteError: the store fails.
         """
         for extent in extents:
             buffer = extent.sink.memory_for(0, extent.length) if extent.length else None
             if buffer is not None:
                 self.source.read_to(buffer.view, extent.offset)
+        self.source.check_unchanged()
 
     def close(self) -> None:
         """Do nothing: no connection is kept for it."""

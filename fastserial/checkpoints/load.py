@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import os
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from fastserial.checkpoints.lazy import open_checkpoint
 from fastserial.checkpoints.verify import refuse_damaged
-from fastserial.config import options
-from fastserial.errors import ConfigError, CorruptCheckpointError
+from fastserial.config import current, options
+from fastserial.errors import ConfigError, CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.files.remote import ReadAhead, RemoteSource, is_url
 from fastserial.files.sources import stamp
 from fastserial.patching.install import installed, patched
@@ -25,7 +27,8 @@ def load(f: Any, *args: Any, verify: bool | None = None, **kwargs: Any) -> Any:
         state = fastserial.load("ckpt.pt", verify=True)
 
     Args:
-        f: a path or a file object; also a URL (`s3://…`), from which torch reads.
+        f: a path or a file object; also the URL (`s3://…`) of a zip or safetensors file, without
+            `verify`.
         args: as `torch.load`.
         kwargs: as `torch.load`.
         verify: compare the CRC-32 of every record that is read. Possible for zip files that are
@@ -39,15 +42,45 @@ def load(f: Any, *args: Any, verify: bool | None = None, **kwargs: Any) -> Any:
         Exception: whatever `torch.load` raises.
     """
     if is_url(f):
-        if verify:
-            raise ConfigError(f"{f}: call `fastserial.verify` with it; a load cannot do that")
-        with io.BufferedReader(ReadAhead(RemoteSource(f))) as file:
-            return torch.load(file, *args, **kwargs)
+        if current().verify_on_load if verify is None else verify:
+            raise ConfigError(
+                f"{f}: a load from a URL compares no checksums: call `fastserial.verify` with it, "
+                "and load it with `verify=False`"
+            )
+        return (_safetensors if f.endswith(".safetensors") else _remote)(f, *args, **kwargs)
     function = _function()
     if verify and function is torch.load and not installed() and isinstance(f, str | os.PathLike):
         return _verified(function, f, *args, **kwargs)
     with options(**({} if verify is None else {"verify_on_load": verify})):
         return function(f, *args, **kwargs)
+
+
+def _remote(url: str, *args: Any, **kwargs: Any) -> Any:
+    source = RemoteSource(url)
+    ahead = ReadAhead(source)
+    try:
+        with io.BufferedReader(ahead) as file:
+            found = torch.load(file, *args, **kwargs)
+    except Exception:
+        if ahead.failed is None:
+            source.check_unchanged()
+            raise
+    if ahead.failed is not None:
+        raise ahead.failed
+    source.check_unchanged()
+    return found
+
+
+def _safetensors(url: str, map_location: Any = None, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
+    """Return what `torch.load` returns for a path of this name."""
+    if not isinstance(map_location, str | torch.device | None):
+        text = "of a safetensors file, `map_location` is a device; or use `fastserial.open`"
+        raise UnreadableCheckpointError(text, path=url)
+    with open_checkpoint(url, map_location or "cpu") as file:
+        if file.container != "safetensors":
+            raise UnreadableCheckpointError("no safetensors file", path=url)
+        with ThreadPoolExecutor(4) as threads:
+            return dict(zip(file.keys(), threads.map(file.get_tensor, file.keys()), strict=True))
 
 
 def _verified(function: Any, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ class TargetFormat(str, Enum):
 
 def convert(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
             help="A zip, legacy or safetensors checkpoint, an index of safetensors files, "
             "or a folder of DCP."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
 
 def inspect(
     path: Annotated[
-        Path,
+        str,
         typer.Argument(
-            metavar="FILE|DIR",
+            metavar="FILE|URL|DIR",
             help="A zip, legacy or safetensors checkpoint, a DCP folder, or a folder of these.",
         ),
     ],
@@ -36,7 +35,7 @@ def inspect(
 
     seen: list[Inspection] = []
     states: set[int] = set()
-    names = list(files_of(path)) or [str(path)]  # which says what the folder is
+    names = list(files_of(path)) or [path]  # which says what the folder is
     for name in names:
         try:
             seen.append(look(name))

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,7 +27,8 @@ _SHOWN_TENSORS = 3
 
 def verify(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="FILE|DIR...", help="Checkpoints, or folders of them.")
+        list[str],
+        typer.Argument(metavar="FILE|URL|DIR...", help="Checkpoints, or folders of them."),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that read.")] = None,
@@ -58,7 +58,7 @@ def verify(
     for path in paths:
         names = [*files_of(path), *file_lists_in(path)]
         if not names:
-            nothing.append(str(path))
+            nothing.append(path)
         for name in names:
             reports.append(check(name, config, cold=cold))
             if not as_json and not (quiet and reports[-1].ok):
@@ -79,14 +79,14 @@ def verify(
     raise typer.Exit(status)
 
 
-def files_of(path: Path) -> Iterator[str]:
+def files_of(path: str) -> Iterator[str]:
     """Yield a checkpoint, or those in a folder."""
     from fastserial.checkpoints.verify import checkpoints_in
 
-    if os.path.isdir(path):  # unlike `Path.is_dir`, never an error
+    if os.path.isdir(path):
         yield from checkpoints_in(path)
     else:
-        yield str(path)
+        yield path
 
 
 def some(names: tuple[str, ...]) -> str:

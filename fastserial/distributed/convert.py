@@ -10,6 +10,7 @@ from fastserial.checkpoints.mapped_source import open_source
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.errors import CheckpointFileError, ConvertError
+from fastserial.files.remote import is_url
 from fastserial.formats.container import is_dcp_folder
 
 Container = Literal["zip", "safetensors", "dcp"]
@@ -51,13 +52,15 @@ def convert(
 
     Raises:
         ConvertError: a pickle needs more than `weights_only` allows, something in it cannot be
-            represented in the other container (names the entry).
+            represented in the other container (names the entry), or a path is a URL.
         CorruptCheckpointError: the source is damaged.
         UnreadableCheckpointError: the source is no checkpoint.
         WriteError: the target cannot be written; what was there is intact.
         OSError: the source cannot be read.
     """
     name, path = os.fspath(source), os.fspath(target)
+    for one in filter(is_url, (name, path)):
+        raise ConvertError(f"{one}: convert takes files, no URLs: download it first, or upload it")
     is_dcp = is_dcp_folder(name)
     container = container_of(path, to, shard_nbytes)
     if verify and is_dcp:

@@ -9,20 +9,29 @@ from the environment, such as `AWS_ENDPOINT_URL`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
-from fastserial.errors import ConfigError, RemoteError, TruncatedCheckpointError
+from fastserial.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    RemoteError,
+    TruncatedCheckpointError,
+)
 
 _T = TypeVar("_T")
 _CHUNK = 8 * 1024 * 1024
 _CONCURRENT = 4  # parts under way; with `_CHUNK` some 32 MiB of memory
 _TIMEOUT = 60.0  # seconds for which a request to read is tried again
 _MOST_PARTS = 9_000  # S3 takes 10,000 for one object
+# What fsspec's packages call the tag of an object, or the time at which it was written.
+_TAGS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "Last-Modified", "created")
 _OBSTORE_SCHEMES = {"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file"}
 
 
@@ -57,8 +66,8 @@ class RemoteFolder(Protocol):
             FileNotFoundError: there is none of this name.
         """
 
-    def size(self, name: str) -> int:
-        """Return the size of an object (bytes).
+    def status(self, name: str) -> tuple[int, Any]:
+        """Return an object's size (bytes), and what another content changes: a tag, or the time.
 
         Raises:
             FileNotFoundError: there is none of this name.
@@ -75,19 +84,21 @@ class RemoteFolder(Protocol):
         """Remove objects; those that do not exist are ignored."""
 
 
-def remote_folder(url: str, timeout: float) -> RemoteFolder:
+def remote_folder(url: str, timeout: float, *, create: bool = False) -> RemoteFolder:
     """Return the folder at a URL; no request is made yet.
 
     Args:
         timeout: for so many seconds a request that fails is tried again (obstore).
+        create: it is to be written: make a directory that a `file` URL names.
 
     Raises:
         ConfigError: the URL cannot be opened, or a package is missing; says which.
+        FileNotFoundError: the directory that a `file` URL names is missing.
     """
     try:
         if urlsplit(url).scheme in _OBSTORE_SCHEMES:
             with contextlib.suppress(ModuleNotFoundError):
-                return _ObstoreFolder(url, timeout)
+                return _ObstoreFolder(url, timeout, create)
         return _FsspecFolder(url)
     except (ImportError, ValueError) as error:
         raise ConfigError(
@@ -97,11 +108,12 @@ def remote_folder(url: str, timeout: float) -> RemoteFolder:
 
 
 class _ObstoreFolder:
-    def __init__(self, url: str, timeout: float) -> None:
+    def __init__(self, url: str, timeout: float, create: bool) -> None:
         """Open it.
 
         Raises:
             ModuleNotFoundError: obstore is not installed.
+            FileNotFoundError: a directory is missing.
             ValueError: the URL or its configuration is not valid.
         """
         import obstore
@@ -112,10 +124,12 @@ class _ObstoreFolder:
         self._errors = (BaseError, OSError)
         retry = {"max_retries": 1_000, "retry_timeout": timedelta(seconds=timeout)}
         local = urlsplit(url).scheme == "file"
-        options: dict[str, Any] = {"mkdir": True} if local else {"retry_config": retry}
+        options: dict[str, Any] = {"mkdir": create} if local else {"retry_config": retry}
         try:
             self._store: Any = obstore.store.from_url(url, **options)
         except self._errors as error:
+            if local and not os.path.isdir(unquote(urlsplit(url).path)):
+                raise _not_found(url) from error
             raise ValueError(_first_line(error)) from error
 
     def _try(self, what: str, call: Callable[[], _T]) -> _T:
@@ -149,11 +163,9 @@ class _ObstoreFolder:
         while piece := self._try(what, lambda: next(pieces, None)):
             yield bytes(piece)
 
-    def size(self, name: str) -> int:
-        found = self._try(
-            f"{name} cannot be read", lambda: self._obstore.head(self._store, name)["size"]
-        )
-        return int(found)
+    def status(self, name: str) -> tuple[int, Any]:
+        found = self._try(f"{name} cannot be read", lambda: self._obstore.head(self._store, name))
+        return int(found["size"]), found["e_tag"] or found["last_modified"]
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         def part() -> bytes:
@@ -218,9 +230,11 @@ class _FsspecFolder:
             while piece := file.read(_CHUNK):
                 yield piece
 
-    def size(self, name: str) -> int:
+    def status(self, name: str) -> tuple[int, Any]:
         with self._named(f"{name} cannot be read"):
-            return int(self._files.size(self._path(name)))
+            self._files.invalidate_cache()
+            found = self._files.info(self._path(name))
+            return int(found["size"]), next((found[key] for key in _TAGS if found.get(key)), None)
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         with self._named(f"{name} cannot be read"):
@@ -257,12 +271,40 @@ class RemoteSource:
         Raises:
             FileNotFoundError: there is no such object.
             RemoteError: the store cannot be reached.
-            ConfigError: as `remote_folder`.
+            ConfigError: as `remote_folder`, or the URL names no object.
         """
-        folder, _, self._name = url.rpartition("/")
-        self._folder = remote_folder(folder, _TIMEOUT)
+        scheme, _, path = url.partition("://")
+        folder, slash, self._name = path.rpartition("/")
+        if not self._name or (not slash and scheme in _OBSTORE_SCHEMES):
+            raise ConfigError(f"{url}: names no file. A URL has the form s3://bucket/path/file")
         self.name = url
-        self.size = self._folder.size(self._name)
+        with self._naming():
+            self._folder = remote_folder(f"{scheme}://{folder}", _TIMEOUT)
+            self._status = self._folder.status(self._name)
+        self.size = self._status[0]
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise _not_found(self.name) from error
+
+    def is_changed(self) -> bool:
+        """Return whether the object was replaced since it was opened; errors as of `read_at`."""
+        with self._naming():
+            return self._folder.status(self._name) != self._status
+
+    def check_unchanged(self) -> None:
+        """Raise if the object was replaced since it was opened.
+
+        Raises:
+            CorruptCheckpointError: it was.
+            FileNotFoundError: it was removed.
+            RemoteError: the store fails.
+        """
+        if self.is_changed():
+            raise CorruptCheckpointError("it changed while it was read", path=self.name)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes from `offset` on.
@@ -283,7 +325,8 @@ class RemoteSource:
 
         def part(start: int) -> None:
             length = min(_CHUNK, nbytes - start)
-            found = self._folder.read(self._name, offset + start, length)
+            with self._naming():
+                found = self._folder.read(self._name, offset + start, length)
             if len(found) != length:
                 raise TruncatedCheckpointError("the file became shorter while it was read")
             view[start : start + length] = found
@@ -299,15 +342,20 @@ class RemoteSource:
 class ReadAhead(io.RawIOBase):
     """A remote file that is read from front to back: the next parts are on their way.
 
-    Parts that were read stay until eight others came: the program may go back a little.
+    The eight parts used last stay, for a program that goes back a little, and the file's last part,
+    which holds the directory of a zip.
+
+    Attributes:
+        failed: the first error of a read, which torch may replace by another one.
     """
 
     def __init__(self, source: RemoteSource) -> None:
         super().__init__()
         self._source = source
         self.name, self.size = source.name, source.size
+        self.failed: BaseException | None = None
         self._at = 0
-        self._parts: dict[int, Future[bytes]] = {}  # by their number
+        self._parts: dict[int, Future[bytes]] = {}  # by their number, the one used last at the end
         self._threads = ThreadPoolExecutor(_CONCURRENT)
 
     def readable(self) -> bool:
@@ -324,30 +372,40 @@ class ReadAhead(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        number, start = divmod(self._at, _CHUNK)
-        if not view or self._at >= self.size:
-            return 0
-        found = self._part(number)[start : start + len(view)]
-        view[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        try:
+            view = memoryview(buffer).cast("B")
+            number, start = divmod(self._at, _CHUNK)
+            if not view or self._at >= self.size:
+                return 0
+            found = self._part(number)[start : start + len(view)]
+            view[: len(found)] = found
+            self._at += len(found)
+            return len(found)
+        except BaseException as error:
+            self.failed = self.failed or error
+            raise
 
     def _part(self, number: int) -> memoryview:
         count = -(-self.size // _CHUNK)
         for wanted in range(number, min(number + _CONCURRENT, count)):
-            if wanted not in self._parts:
+            part = self._parts.pop(wanted, None)
+            if part is None:
                 start = wanted * _CHUNK
                 nbytes = min(_CHUNK, self.size - start)
-                self._parts[wanted] = self._threads.submit(self._source.read_at, start, nbytes)
-        for old in [one for one in self._parts if one < number][: -2 * _CONCURRENT]:
-            del self._parts[old]
+                part = self._threads.submit(self._source.read_at, start, nbytes)
+            self._parts[wanted] = part
+        for old in [one for one in self._parts if one != count - 1][: -2 * _CONCURRENT]:
+            self._parts.pop(old).cancel()
         return memoryview(self._parts[number].result())
 
     def close(self) -> None:
         if not self.closed:
             self._threads.shutdown(wait=False, cancel_futures=True)
         super().close()
+
+
+def _not_found(url: str) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
 
 
 def _first_line(error: BaseException) -> str:

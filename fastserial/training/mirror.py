@@ -47,7 +47,7 @@ class Mirror:
         Raises:
             ConfigError: the URL cannot be opened.
         """
-        self._remote = remote_folder(url, timeout)
+        self._remote = remote_folder(url, timeout, create=True)
         self._folder = folder
         self._retention = retention
         self._bandwidth = bandwidth

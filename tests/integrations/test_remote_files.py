@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import fastserial
-from fastserial.errors import ConfigError, RemoteError, UnreadableCheckpointError
+from fastserial.cli.main import app
+from fastserial.errors import (
+    ConfigError,
+    ConvertError,
+    CorruptCheckpointError,
+    RemoteError,
+    UnreadableCheckpointError,
+)
 from fastserial.files import remote
 
-STATE = {
+STATE: dict[str, Any] = {
     "weight": torch.arange(3 << 20, dtype=torch.float64).reshape(3, 1 << 20),
     **{f"small.{index}": torch.full((1000,), index) for index in range(50)},
     "step": 7,
@@ -63,6 +73,75 @@ def test_a_load_reads_each_byte_once(
     assert sum(nbytes for _, nbytes in read) <= (tmp_path / "x.pt").stat().st_size
     with pytest.raises(ConfigError, match=r"fastserial\.verify"):
         fastserial.load(f"{bucket}/x.pt", verify=True)
+    with fastserial.options(verify_on_load=True), pytest.raises(ConfigError):
+        fastserial.load(f"{bucket}/x.pt")
+
+
+def at_read(monkeypatch: pytest.MonkeyPatch, number: int, do: Callable[[], object]) -> None:
+    """Do something before the read of this number, which counts from 1."""
+    done = [0]
+    monkeypatch.setattr(remote, "_CHUNK", 1 << 20)
+    for kind in (remote._ObstoreFolder, remote._FsspecFolder):
+        real = kind.read
+
+        def read(self: Any, name: str, at: int, nbytes: int, real: Any = real) -> Any:
+            done[0] += 1
+            if done[0] == number:
+                do()
+            return real(self, name, at, nbytes)
+
+        monkeypatch.setattr(kind, "read", read)
+
+
+def test_a_file_that_is_replaced_meanwhile(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = {key: value + 1 for key, value in STATE.items()}
+
+    def replace() -> None:
+        (tmp_path / "new").mkdir(exist_ok=True)
+        torch.save(new, tmp_path / "new" / "x.pt")
+        assert (tmp_path / "new" / "x.pt").stat().st_size == (tmp_path / "x.pt").stat().st_size
+        os.replace(tmp_path / "new" / "x.pt", tmp_path / "x.pt")
+
+    with monkeypatch.context() as patch:
+        at_read(patch, 12, replace)
+        with pytest.raises(CorruptCheckpointError, match="changed while it was read"):
+            fastserial.load(f"{bucket}/x.pt")
+    with monkeypatch.context() as patch:
+        at_read(patch, 12, replace)
+        report = fastserial.verify(f"{bucket}/x.pt")
+        assert report.status == "unreadable"
+        assert "changed while it was read" in report.notes[-1]
+    with fastserial.open(f"{bucket}/x.pt") as file:
+        file.get_tensor("weight")
+        replace()
+        with pytest.raises(CorruptCheckpointError, match="changed while it was read"):
+            file.get_tensor("weight")
+
+
+@pytest.mark.parametrize("error", [RemoteError("down"), KeyboardInterrupt()], ids=["down", "ctrl"])
+def test_an_error_in_the_middle_of_a_load(
+    bucket: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise error
+
+    at_read(monkeypatch, 12, fail)
+    with pytest.raises(type(error)) as caught:
+        fastserial.load(f"{bucket}/x.pt")
+    assert caught.value is error
+
+
+def test_few_parts_are_kept(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_CHUNK", 1 << 20)
+    data = (tmp_path / "x.pt").read_bytes()
+    file = remote.ReadAhead(remote.RemoteSource(f"{bucket}/x.pt"))
+    for at in [*reversed(range(0, len(data), 1 << 20)), 5 << 20, 0]:
+        file.seek(at)
+        assert file.read(100) == data[at : at + 100]
+        assert len(file._parts) <= 9
+    file.close()
 
 
 def test_inspect_and_verify(bucket: str, tmp_path: Path, read: list[tuple[int, int]]) -> None:
@@ -89,13 +168,21 @@ def test_safetensors(bucket: str, tmp_path: Path) -> None:
         assert torch.equal(file.get_tensor("a"), STATE["weight"])
     assert fastserial.verify(url).ok
     assert fastserial.inspect(url).format == "safetensors"
+    assert torch.equal(fastserial.load(url)["a"], STATE["weight"])
+    assert fastserial.load(url, map_location="meta")["a"].is_meta
+    with pytest.raises(UnreadableCheckpointError, match=r"fastserial\.open"):
+        fastserial.load(url, map_location={"cuda:0": "cpu"})
 
 
 def test_what_is_not_there(bucket: str, tmp_path: Path) -> None:
-    for call in (fastserial.open, fastserial.load, fastserial.inspect):
-        with pytest.raises(FileNotFoundError):
-            call(f"{bucket}/y.pt")
-    assert not fastserial.verify(f"{bucket}/y.pt").ok
+    for name in ("y.pt", "folder/y.pt"):
+        for call in (fastserial.open, fastserial.load, fastserial.inspect):
+            with pytest.raises(FileNotFoundError, match=name) as caught:
+                call(f"{bucket}/{name}")
+            assert caught.value.filename == f"{bucket}/{name}"
+        report = fastserial.verify(f"{bucket}/{name}")
+        assert report.notes == ["No such file or directory"]
+    assert not (tmp_path / "folder").exists()
     (tmp_path / "text").write_text("no checkpoint")
     with pytest.raises(UnreadableCheckpointError):
         fastserial.open(f"{bucket}/text")
@@ -110,3 +197,35 @@ def test_a_store_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(remote, "_TIMEOUT", 0.5)
     with pytest.raises(RemoteError):
         fastserial.inspect("s3://bucket/x.pt")
+
+
+@pytest.mark.parametrize("url", ["unknown://x/y.pt", "s3://bucketonly", "s3://bucket/folder/"])
+def test_urls_that_cannot_be_opened(url: str) -> None:
+    for call in (fastserial.open, fastserial.load, fastserial.inspect):
+        with pytest.raises(ConfigError, match=url.split("/")[2]):
+            call(url)
+    assert fastserial.verify(url).status == "unreadable"
+
+
+def test_a_url_without_a_folder() -> None:
+    files = pytest.importorskip("fsspec").filesystem("memory")
+    with files.open("/alone.pt", "wb") as file:
+        torch.save({"a": 1}, file)
+    assert fastserial.load("memory://alone.pt") == {"a": 1}
+
+
+def test_what_urls_do_not_take(bucket: str, tmp_path: Path) -> None:
+    report = fastserial.verify(f"{bucket}/x.pt", cold=True)
+    assert report.ok
+    assert report.seconds > 0
+    assert "cold" in report.notes[0]
+    with pytest.raises(ConvertError, match="download it first"):
+        fastserial.convert(f"{bucket}/x.pt", tmp_path / "x.safetensors")
+
+
+def test_urls_on_the_command_line(bucket: str) -> None:
+    done = CliRunner().invoke(app, ["verify", f"{bucket}/x.pt"])
+    assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(app, ["inspect", "--json", f"{bucket}/x.pt"])
+    assert done.exit_code == 0, done.output
+    assert f'"path": "{bucket}/x.pt"' in done.output

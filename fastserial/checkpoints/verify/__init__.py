@@ -17,6 +17,7 @@ from fastserial.checkpoints.verify.report import Problem, VerifyReport
 from fastserial.checkpoints.verify.zip import FilePart, RemotePart, verify_zip
 from fastserial.config import Config, current
 from fastserial.errors import (
+    ConfigError,
     CorruptCheckpointError,
     PickleLimitError,
     UnreadableCheckpointError,
@@ -76,24 +77,26 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
     try:
         with Descriptors() as files:
             if is_url(name):
-                _verify_remote(name, report)
-                return report
-            if cold:
-                settings, reason = replace(settings, direct=True), _evict(name)
-            fd = opened
-            if fd is None:
-                fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
-            before = os.fstat(fd)
-            report.bytes, seen = before.st_size, stamp(fd, before)
-            found = detect(DescriptorSource(fd), name)
-            if found is Format.DCP:
-                changed = verify_folder(name, settings, report)
+                if cold:
+                    report.notes.append("`cold` has no effect: a URL is not in the page cache")
+                changed = _verify_remote(name, report)
             else:
-                _verify_file(fd, name, found, settings, report)
-                changed = found is not Format.FOLDER and not seen.holds_for(fd)
+                if cold:
+                    settings, reason = replace(settings, direct=True), _evict(name)
+                fd = opened
+                if fd is None:
+                    fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
+                before = os.fstat(fd)
+                report.bytes, seen = before.st_size, stamp(fd, before)
+                found = detect(DescriptorSource(fd), name)
+                if found is Format.DCP:
+                    changed = verify_folder(name, settings, report)
+                else:
+                    _verify_file(fd, name, found, settings, report)
+                    changed = found is not Format.FOLDER and not seen.holds_for(fd)
     except CorruptCheckpointError as error:
         report.add_error(error)
-    except (PickleLimitError, UnreadableCheckpointError) as error:
+    except (ConfigError, PickleLimitError, UnreadableCheckpointError) as error:
         reason = str(error)
     except OSError as error:
         reason = error.strerror or str(error)
@@ -118,10 +121,21 @@ def _verify_file(fd: int, name: str, found: Format, settings: Config, report: Ve
         report.undecided(_REASONS.get(found, found.value))
 
 
-def _verify_remote(url: str, report: VerifyReport) -> None:
-    part = RemotePart(RemoteSource(url))
+def _verify_remote(url: str, report: VerifyReport) -> bool:
+    """Check a file at a URL; return whether it changed meanwhile."""
+    source = RemoteSource(url)
+    try:
+        _verify_source(source, report)
+    except CorruptCheckpointError:
+        if not source.is_changed():
+            raise
+    return source.is_changed()
+
+
+def _verify_source(source: RemoteSource, report: VerifyReport) -> None:
+    part = RemotePart(source)
     report.bytes = part.size
-    found = detect(part, url)
+    found = detect(part, source.name)
     if found in (Format.ZIP, Format.DAMAGED_ZIP):
         verify_zip(part, report)
     elif found is Format.SAFETENSORS:
