@@ -238,7 +238,7 @@ class _FsspecFolder:
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         with self._named(f"{name} cannot be read"):
-            return bytes(self._files.cat_file(self._path(name), offset, offset + nbytes))
+            return bytes(self._files.cat_file(self._path(name), start=offset, end=offset + nbytes))
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:

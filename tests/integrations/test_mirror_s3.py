@@ -19,6 +19,8 @@ from support import processes
 
 import fastserial
 from fastserial import Checkpointer
+from fastserial.errors import CorruptCheckpointError
+from fastserial.files import remote
 from fastserial.files.remote import remote_folder
 
 pytest.importorskip("obstore")
@@ -146,3 +148,24 @@ def test_a_network_that_is_down_ends_no_run(tmp_path: Path, proxy: type[Proxy]) 
     with pytest.raises(OSError, match="s3://runs"):
         checkpointer.close()
     assert len(list(tmp_path.glob("*.pt"))) == 2
+
+
+@pytest.mark.parametrize("package", ["obstore", "s3fs"])
+def test_objects_that_are_replaced(
+    tmp_path: Path, proxy: type[Proxy], package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if package == "s3fs":
+        pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()
+        monkeypatch.setattr(remote, "_OBSTORE_SCHEMES", set())
+    client = boto3.client("s3", endpoint_url=f"http://{proxy.target}")
+    url = f"s3://runs/{package}.pt"
+    opened = []
+    for value in (1.0, 2.0):
+        weight = torch.full((3_000_000,), value)  # two parts
+        torch.save({"weight": weight}, tmp_path / "x.pt")
+        client.upload_file(str(tmp_path / "x.pt"), "runs", f"{package}.pt")
+        assert torch.equal(fastserial.load(url)["weight"], weight)
+        assert fastserial.verify(url).ok
+        opened.append(fastserial.open(url))
+    with pytest.raises(CorruptCheckpointError, match="changed while it was read"):
+        opened[0].get_tensor("weight")
