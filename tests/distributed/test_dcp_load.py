@@ -267,3 +267,22 @@ def test_convert_closes_its_source_if_warnings_are_errors(tmp_path: Path) -> Non
         with pytest.raises(UserWarning, match="are text"):
             convert(tmp_path / "folder", tmp_path / "file.pt")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_keys_that_are_no_text_stay_as_they_are(tmp_path: Path) -> None:
+    save({"v": {1.5: 5}, "mixed": {1: 5, 2: [6]}}, tmp_path)
+    found: dict[str, Any] = {"v": {1.5: 0}, "mixed": {1: 0}}
+    distributed.load(tmp_path, found)
+    assert found == {"v": {1.5: 5}, "mixed": {1: 5, 2: [6]}}
+
+
+def test_a_local_header_that_is_damaged(tmp_path: Path) -> None:
+    """torch takes the place of a record from it: other bytes than those that have the checksum."""
+    save({"rng": (torch.arange(100), 3)}, tmp_path)
+    (shard,) = tmp_path.glob("*.distcp")
+    data = bytearray(shard.read_bytes())
+    header = data.rindex(b"PK\x03\x04", 0, data.index(b"data/0"))
+    data[header + 28] ^= 1  # the length of the extra field
+    shard.write_bytes(data)
+    with fastserial.options(verify_on_load=True), pytest.raises(CorruptCheckpointError):
+        distributed.load(tmp_path, {"rng": (torch.zeros(100, dtype=torch.long), 0)})

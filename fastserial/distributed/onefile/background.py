@@ -126,6 +126,7 @@ def start_save(
                 if pending.run_in_background(save, work, first):
                     taken.end_call()
                     return save
+                handed.clear()
                 taken.kind = "blocking"
     except BaseException:
         if saving is not None and not handed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from math import prod
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -87,7 +87,9 @@ class FolderLoadTask(LoadTask):
         """See `LoadTask.compare`."""
         traffic, verify = self._traffic, self._config.verify_on_load
         with paused_collection():
-            found: _FolderContents = traffic.decide(None, lambda _: _contents_of(self.path, verify))
+            found: _FolderContents = traffic.decide(
+                None, lambda _: _contents_of(self.path, verify, traffic.alive)
+            )
             self._found = found
             if found.damage:
                 return ""
@@ -171,8 +173,12 @@ class FolderLoadTask(LoadTask):
 # -- what is in a folder ---------------------------------------------------------------------------
 
 
-def _contents_of(path: str, verify: bool) -> _FolderContents:
+def _contents_of(path: str, verify: bool, between: Callable[[], None]) -> _FolderContents:
     """Read what is in a folder, without the bytes of tensors. Executes no pickle.
+
+    Args:
+        verify: compare the values with their checksums.
+        between: called again and again.
 
     Raises:
         CorruptCheckpointError: `.metadata` is damaged, or there is none.
@@ -193,7 +199,7 @@ def _contents_of(path: str, verify: bool) -> _FolderContents:
         raise CorruptCheckpointError(text, path=path, record=found.missing[0])
     metadata = Metadata({}, storage_data={})
     try:
-        flat, verified = _values_of(path, found, verify)
+        flat, verified = _values_of(path, found, verify, between)
     except CorruptCheckpointError as error:
         return _FolderContents(version, None, {}, [], metadata, str(error), False)
     except FileNotFoundError as error:
@@ -241,7 +247,9 @@ def _contents_of(path: str, verify: bool) -> _FolderContents:
     return _FolderContents(version, value, keys, storages.found, metadata, "", verified)
 
 
-def _values_of(path: str, found: FolderMetadata, verify: bool) -> tuple[dict[str, Any], bool]:
+def _values_of(
+    path: str, found: FolderMetadata, verify: bool, between: Callable[[], None]
+) -> tuple[dict[str, Any], bool]:
     """Return the values by their keys, and whether all were compared with checksums.
 
     In place of one that cannot be loaded is a `FileTensor` that says why.
@@ -252,6 +260,7 @@ def _values_of(path: str, found: FolderMetadata, verify: bool) -> tuple[dict[str
     try:
         items = {item.key: item for item in found.items if item.chunk is None}
         for key in found.values:
+            between()
             data = files.data_of(items[key])
             if verify:
                 verified &= _is_sound(items[key], data, path)
@@ -313,7 +322,7 @@ def _tensor_in_value(tensor: FileTensor, storages: list[torch.Tensor]) -> torch.
 
 
 def _number_keys(there: Any, into: Any) -> None:
-    """Turn keys that are numbers in `into`, or in an optimizer's state, into numbers.
+    """Turn keys that are no text in `into`, or in an optimizer's state, into what they were.
 
     In folders they are text.
     """
@@ -324,22 +333,24 @@ def _number_keys(there: Any, into: Any) -> None:
             return
         seen.add(id(there))
         if isinstance(there, MutableMapping):
-            wanted: Any = into if isinstance(into, dict) else {}
-            numbers = {str(key): key for key in wanted if type(key) is int and key not in there}
-            if is_state and not isinstance(into, dict):
-                numbers = {key: int(key) for key in there if _is_number(key)}
+            wanted: Any = into if isinstance(into, Mapping) else {}
+            numbers: dict[str, Any] = {}
+            if any(type(key) is int for key in wanted) or (is_state and not wanted):
+                numbers = {key: int(key) for key in there if _is_number(key) and key not in wanted}
+            others = [key for key in wanted if not isinstance(key, str) and key not in there]
+            numbers |= {str(key): key for key in others}
             if not numbers.keys().isdisjoint(there):
-                items = list(there.items())
+                held = list(there.items())
                 there.clear()
-                for key, item in items:
+                for key, item in held:
                     there[numbers.get(key, key)] = item
             is_optimizer = {"state", "param_groups"} <= there.keys()
             for key, item in there.items():
                 visit(item, wanted.get(key), is_optimizer and key == "state")
         elif isinstance(there, list) or is_plain_tuple(there):
-            others = into if isinstance(into, list | tuple) else ()
+            items = into if isinstance(into, list | tuple) else ()
             for at, item in enumerate(there):
-                visit(item, others[at] if at < len(others) else None, False)
+                visit(item, items[at] if at < len(items) else None, False)
 
     visit(there, into, False)
 

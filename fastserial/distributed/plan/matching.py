@@ -127,6 +127,9 @@ class Match:
         if not live.is_optimizer:
             self._compare(live.entries, there, path)
             return
+        if isinstance(there, FileTensor):
+            self._mismatch(path, "an optimizer", there)
+            return
         if not isinstance(there, Mapping) or not {"state", "param_groups"} <= set(there):
             self.problems.append(f"{path_name(path)}: the file holds no optimizer's state")
             return

@@ -282,11 +282,11 @@ class Traffic:
             DistributedError: a rank failed, died or was silent for too long.
         """
         if self.rank != 0:
-            self._wait_for(self._post(0, message))
+            self._wait_for(self._post([0], message))
             return self._begin_get(0)()
         others = [self._begin_get(rank) for rank in range(1, self.size)]
         answer = decide([message, *(finish() for finish in others)])
-        self._wait_for([wait for rank in range(1, self.size) for wait in self._post(rank, answer)])
+        self._wait_for(self._post(range(1, self.size), answer))
         return answer
 
     def decide(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
@@ -334,13 +334,13 @@ class Traffic:
                 raise failure from error
             raise
 
-    def _post(self, rank: int, message: bytes) -> list[Callable[[], None]]:
+    def _post(self, ranks: Iterable[int], message: bytes) -> list[Callable[[], None]]:
         """Start to send a message; call what is returned to wait until it is sent."""
         parts = [_first(len(message), message)]
         rest = bytearray(message[_FIRST - _LENGTH :])
         if rest:
             parts.append(torch.frombuffer(rest, dtype=torch.uint8))
-        return [self._start(rank, part, _WORDS, out=True) for part in parts]
+        return [self._start(rank, part, _WORDS, out=True) for rank in ranks for part in parts]
 
     @staticmethod
     def _wait_for(sent: Iterable[Callable[[], None]]) -> None:
