@@ -117,8 +117,8 @@ def test_a_save_that_completes_while_its_contents_are_read(
     """`distributed.load` would fill one rank from this checkpoint, and the next from another."""
     read = dcp_folder._contents_of
 
-    def late(path: str, verify: bool) -> Any:
-        found = read(path, verify)
+    def late(*arguments: Any) -> Any:
+        found = read(*arguments)
         dcp.save(a_state(2), storage_writer=FastStorageWriter(tmp_path))
         return found
 
