@@ -328,9 +328,9 @@ class Pump:
     def range_size(self) -> int:
         """Bytes of the ranges of the file that are read separately."""
         policy = self.policy
-        if not self.takes_any_memory or policy.device_path is not None:
+        if not self.takes_any_memory or policy.lanes or policy.device_path is not None:
             return self.block_size
-        if policy.never_direct and not policy.lanes:
+        if policy.never_direct:
             return SCATTERED_BLOCK
         return self.block_size * DIRECT_BLOCKS
 
