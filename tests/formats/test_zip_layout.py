@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 import zlib
-from typing import Any
 
 import pytest
 import torch
@@ -16,40 +15,16 @@ from fastserial.formats.zip_layout import ZipLayout
 from fastserial.memory.buffers import own_buffer
 from fastserial.memory.storages import Batch, HostMemory
 from fastserial.patching import self_check
-from fastserial.saving.archive import finish_layout
+from fastserial.saving.archive import PieceSink, finish_layout, has_alignment
 from fastserial.saving.fill import fill
 
-HAS_ALIGNMENT = hasattr(torch.serialization, "_get_storage_alignment")
+HAS_ALIGNMENT = has_alignment()
 ALIGNMENTS = [1, 7, 64, 512, 4096, 32768] if HAS_ALIGNMENT else [64]
 U32 = 0xFFFFFFFF
 
 
-class Sink:
-    """Joins what a writer emits; what it seeks over stays a gap."""
-
-    def __init__(self) -> None:
-        self.position = 0
-        self.pieces: list[tuple[int, bytearray]] = []
-
-    def write(self, data: Any) -> int:
-        text = bytes(data)
-        if self.pieces and self.pieces[-1][0] + len(self.pieces[-1][1]) == self.position:
-            self.pieces[-1][1].extend(text)
-        else:
-            self.pieces.append((self.position, bytearray(text)))
-        self.position += len(text)
-        return len(text)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self.position = offset + (self.position if whence == 1 else 0)
-        return self.position
-
-    def flush(self) -> None:
-        pass
-
-
-def theirs(records: list[tuple[str, bytes | int]], alignment: int, crc: bool = True) -> Sink:
-    sink = Sink()
+def theirs(records: list[tuple[str, bytes | int]], alignment: int, crc: bool = True) -> PieceSink:
+    sink = PieceSink()
     more = (alignment,) if HAS_ALIGNMENT else ()
     writer = torch._C.PyTorchFileWriter(sink, crc, *more)
     for name, data in records:
@@ -61,7 +36,7 @@ def theirs(records: list[tuple[str, bytes | int]], alignment: int, crc: bool = T
     return sink
 
 
-def ours(records: list[tuple[str, bytes | int]], alignment: int, crc: bool = True) -> Sink:
+def ours(records: list[tuple[str, bytes | int]], alignment: int, crc: bool = True) -> PieceSink:
     layout = ZipLayout("archive", alignment, crc)
     for name, data in records:
         if isinstance(data, int):
@@ -69,7 +44,7 @@ def ours(records: list[tuple[str, bytes | int]], alignment: int, crc: bool = Tru
         else:
             layout.add_bytes(name, data, zlib.crc32(data))
     plan = finish_layout(layout)
-    sink = Sink()
+    sink = PieceSink()
     end = 0
     for extent in plan.extents:
         assert extent.offset == end, "a gap or an overlap between extents"
@@ -137,7 +112,7 @@ def test_storages_in_one_go(seed: int, crc: bool) -> None:
     layout.add_storages(names, Batch(addresses, [len(t) for t in texts], memories.__getitem__))
     plan = finish_layout(layout)
     ledger = CrcLedger(plan.sizes, plan.crcs)
-    sink = Sink()
+    sink = PieceSink()
     for extent in plan.extents:
         sink.seek(extent.offset)
         if not (isinstance(extent.source, Data) and extent.source.memory is hole):
