@@ -92,12 +92,6 @@ class TensorSpec:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def is_held_by(self, rank: int) -> bool:
-        """Return whether a rank may hold some of it."""
-        if isinstance(self.held, Mesh):
-            return any(rank in grid for grid in self.held.grids)
-        return self.held is None or any(owner == rank for owner, _, _ in self.held.ranges)
-
 
 class Holding(NamedTuple):
     """What this rank holds.
