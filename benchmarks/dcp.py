@@ -10,14 +10,13 @@ differs.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import inspect
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Picture, Say, Script, size
+from peers import stock_with
 from ranks import (
     WORKER,
     Done,
@@ -53,7 +53,6 @@ from fastserial.bench.payload import fill, tensor_sizes
 from fastserial.bench.state import check_memory, chill, fetch_free_memory, scratch, settle
 from fastserial.bench.table import Column, Result, Spread, Table, number, ratio, verdict
 from fastserial.bench.table import size as shown
-from fastserial.bench.torch_rows import stock
 from fastserial.distributed import (
     FastLoadPlanner,
     FastSavePlanner,
@@ -256,21 +255,9 @@ def _stock_kind(
         FileSystemReader,
         planner,
         DefaultLoadPlanner,
-        around=lambda: _stock_with(crc),
+        around=lambda: stock_with(crc),
         synced=False,
     )
-
-
-@contextlib.contextmanager
-def _stock_with(crc: bool) -> Iterator[None]:
-    """Run stock torch, with checksums or without."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(crc)
-    try:
-        with stock():
-            yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 # -- one rank ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Rows of other packages that write checkpoints: safetensors, DCP, DeepSpeed's writer.
+"""Rows of what else writes checkpoints: safetensors, DCP, DeepSpeed's writer, torch without CRC.
 
 safetensors and DCP hold no shared storages and no objects: they are given the tensors, each storage
 once, by dotted names. What they wrote is read back with their own reader.
@@ -24,9 +24,9 @@ from fastserial import engines
 from fastserial.bench.measure import Sample, measure
 from fastserial.bench.payload import different_tensors, unshared
 from fastserial.bench.rotation import DURABLE, LOOSE, Row
-from fastserial.bench.torch_rows import Format, fast, sync, zip_holds
+from fastserial.bench.torch_rows import Format, fast, stock, sync, zip_holds
 
-__all__ = ["dcp_read", "dcp_write", "peer_rows", "safetensors_row", "their_op"]
+__all__ = ["dcp_read", "dcp_write", "peer_rows", "safetensors_row", "stock_with", "their_op"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -52,6 +52,8 @@ def peer_rows(
         ]
     else:
         missing["DeepSpeed's writer"] = lacks
+    if "zip" in formats:
+        rows += [_unchecked_row(state, durable) for durable in promises]
     tensors, compared = unshared(state), f"stock {formats[0]}"
     if importlib.util.find_spec("safetensors") is None:
         missing["safetensors"] = "not installed: pip install safetensors"
@@ -59,6 +61,28 @@ def peer_rows(
         rows += [safetensors_row(tensors, durable, compared) for durable in promises]
     rows += [_dcp_row(tensors, durable, compared) for durable in promises]
     return rows, missing
+
+
+def _unchecked_row(state: object, durable: bool) -> Row:
+    """Return a row of stock `torch.save` without CRC-32: its file says 0 instead."""
+
+    def save(path: Path) -> None:
+        torch.save(state, path)
+
+    check, context = partial(zip_holds, state), partial(stock_with, crc=False)
+    return _row("stock zip, CRC off", save, check, durable, "stock zip", context)
+
+
+@contextlib.contextmanager
+def stock_with(crc: bool) -> Iterator[None]:
+    """Run stock torch, with checksums or without."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(crc)
+    try:
+        with stock():
+            yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def safetensors_row(tensors: Tensors, durable: bool = True, compared: str = "stock zip") -> Row:

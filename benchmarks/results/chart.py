@@ -2,7 +2,7 @@
 
 `python benchmarks/results/chart.py RESULTS.json chart.svg`. RESULTS.json has, for each script of
 benchmarks/, what its `--json` has; the chart takes `torch_save_model` and `load`. Each bar is a
-median in GB/s, the line on it goes from the least to the greatest run.
+median, the line on it goes from the least to the greatest run; the number is the median in GB/s.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-WIDTH, BAR, GAP, LABEL, VALUE = 820, 18, 10, 250, 60
+WIDTH, BAR, GAP, LABEL, VALUE = 820, 16, 8, 250, 60
 OURS = "fastserial"
 
 
@@ -46,6 +46,8 @@ PANELS = (
         "durable",
         {
             "torch.save + fsync": "stock zip",
+            "the same, checksums off": "stock zip, CRC off",
+            "torch.save, legacy + fsync": "stock legacy",
             "safetensors + fsync": "safetensors",
             "DCP + fsync": "DCP FileSystemWriter",
             "DeepSpeed's writer + fsync": "DeepSpeed's writer, zip",
@@ -59,7 +61,8 @@ PANELS = (
         "cold",
         {
             "torch.load": "stock zip",
-            "safetensors, copied": "safetensors + clone",
+            "safetensors": "safetensors, touched",
+            "safetensors, cloned": "safetensors + clone",
             "DCP": "DCP FileSystemReader",
             OURS: "fastserial zip",
             "the disk (fio)": "fio",
@@ -79,7 +82,7 @@ def values(panel: Panel, result: Mapping[str, Any]) -> dict[str, dict[str, float
             for row in rows
             if row.get("group") == panel.group
             and row["name"].startswith(name)
-            and not any(word in row["name"] for word in panel.without)
+            and not any(word in row["name"] and word not in name for word in panel.without)
             and row.get("bytes_per_second")
         ]
         if spreads:
@@ -116,7 +119,8 @@ def _panel(
 ) -> int:
     """Add a title, a bar for each value and where they come from; return where the next begins."""
     scale = (WIDTH - LABEL - VALUE) / max(spread["high"] for spread in found.values())
-    parts.append(_text(10, top + 24, f"{panel.title}, GB/s", "bold"))
+    title = f"{panel.title}, GB/s: {result['settings']['subject']}"
+    parts.append(_text(10, top + 24, title, "bold"))
     top += 38
     for label, spread in found.items():
         ours, middle = label == OURS, top + BAR / 2
@@ -130,11 +134,12 @@ def _panel(
         parts.append(
             f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{middle}" y2="{middle}" stroke="#212529"/>'
         )
-        parts.append(_text(high + 6, middle + 5, f"{spread['median'] / 1e9:.2f}"))
+        parts.append(_text(WIDTH - 10, middle + 5, f"{spread['median'] / 1e9:.2f}", anchor="end"))
         top += BAR + GAP
     machine = result["machine"]
     source = (
-        f"{result['command']}, {result['time'][:10]}, {machine['cpu']}, {machine['cores']} cores"
+        f"{result['command']}, {result['time'][:10]}, {machine['cpu']}, {machine['cores']} cores; "
+        f"bar: median of {result['settings']['runs']} runs, line: least to greatest"
     )
     parts.append(_text(10, top + 12, source, size=10))
     return top + 24
