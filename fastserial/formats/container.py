@@ -1,4 +1,4 @@
-"""What a checkpoint contains, in one interface: the only module that distinguishes formats."""
+"""What a checkpoint contains, in one interface: `detect` names the format, `Container` reads it."""
 
 from __future__ import annotations
 
