@@ -11,7 +11,6 @@ The processes are forked from a server that has imported torch and fastserial: n
 from __future__ import annotations
 
 import gc
-import importlib
 import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -67,7 +66,6 @@ class Reader:
         load: loads everything and returns it; it gets tensors to fill, if `fills`, else None.
         context: entered around the load and the timing.
         fills: it loads into tensors that were allocated before the timing.
-        modules: what is imported before the load is timed.
         is_peer: another package's, which may fail here.
     """
 
@@ -76,7 +74,6 @@ class Reader:
     load: Callable[[State | None], State]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     fills: bool = False
-    modules: tuple[str, ...] = ()
     is_peer: bool = False
 
 
@@ -147,21 +144,17 @@ def touch(state: State) -> State:
 
 
 def _readers(state: State, folder: Path, device: str) -> Iterator[Reader]:
-    """Write the state dict in both containers, and yield how to load it."""
-    paths = folder / "checkpoint.pt", folder / "checkpoint.legacy.pt"
+    """Write the state dict to a file, and yield how to load it."""
+    path = folder / "checkpoint.pt"
     with stock():
-        write(state, paths[0], "zip")
-        write(state, paths[1], "legacy")
+        write(state, path, "zip")
     target = None if device == _HOST else device
-    zip_, legacy = (partial(_load, path, target) for path in paths)
-    mapped = partial(_mapped, paths[0], target)
-    yield Reader(_STOCK, paths[:1], zip_, stock)
-    yield Reader(f"{_STOCK}, mmap, touched", paths[:1], mapped, stock)
-    yield Reader("stock legacy", paths[1:], legacy, stock)
-    yield Reader("fastserial zip", paths[:1], zip_, fast)
-    yield Reader("fastserial zip, verified", paths[:1], zip_, partial(fast, verify_on_load=True))
-    yield Reader("fastserial legacy", paths[1:], legacy, fast)
-    yield Reader("fastserial load_into", paths[:1], partial(_fill, paths[0]), fills=True)
+    whole = partial(_load, path, target)
+    yield Reader(_STOCK, (path,), whole, stock)
+    yield Reader(f"{_STOCK}, mmap, touched", (path,), partial(_mapped, path, target), stock)
+    yield Reader("fastserial zip", (path,), whole, fast)
+    yield Reader("fastserial zip, verified", (path,), whole, partial(fast, verify_on_load=True))
+    yield Reader("fastserial load_into", (path,), partial(_fill, path), fills=True)
 
 
 def _load(path: Path, target: str | None, _: State | None) -> State:
@@ -250,8 +243,6 @@ def _load_afresh(
 
 def _timed(saved: _Saved, reader: Reader, compare: bool) -> tuple[Sample, Mapping[str, str] | None]:
     gc.freeze()  # a collection would copy every page that is shared with the server
-    for module in reader.modules:
-        importlib.import_module(module)
     _wait_for(saved.device)  # its context begins here
     target = None
     if reader.fills:

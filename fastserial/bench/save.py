@@ -15,7 +15,7 @@ from typing import Any
 
 from fastserial.bench import fio
 from fastserial.bench.measure import Sample
-from fastserial.bench.payload import mixed_state, tensors_of, unshared
+from fastserial.bench.payload import mixed_state, tensors_of
 from fastserial.bench.rotation import DURABLE, GROUPS, Bench, Row
 from fastserial.bench.state import check_memory, scratch, settle
 from fastserial.bench.table import CHECKED, MEASURED, Result
@@ -69,7 +69,8 @@ def run_save(
     mixed = partial(mixed_state, bench.nbytes, bench.tensors, bench.device)
     what, make_state = subject or ("mixed sizes", mixed)
     state = make_state()
-    nbytes = sum(tensor.nbytes for tensor in unshared(state).values())
+    storages = {one.untyped_storage()._cdata: one.nbytes for one in tensors_of(state).values()}
+    nbytes = sum(storages.values())
     rows = torch_rows(state, bench.formats, bench.groups)
     missing: dict[str, str] = {}
     for make in ([engine_rows] if bench.with_engines else []) + ([others] if others else []):
@@ -117,14 +118,7 @@ def run_demo(
         with_engines=False,
         with_fio=False,
     )
-    found = run_save(bench, say, name="demo")
-    rows = {row["name"]: row for row in found.tables[0].rows}
-    found.missing = {}
-    found.notes = [  # lines that are easy to find, also for a program
-        f"{container}: identical: {'yes' if rows[f'fastserial {container}']['identical'] else 'no'}"
-        for container in bench.formats
-    ]
-    return found
+    return run_save(bench, say, name="demo")
 
 
 def _unsteady(rows: Sequence[Mapping[str, Any]]) -> list[str]:
