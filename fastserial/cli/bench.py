@@ -29,13 +29,6 @@ _Gpu = Annotated[bool, typer.Option("--gpu", help="The tensors are on the CUDA d
 _Json = Annotated[Path | None, typer.Option("--json", help="Also write all results to this file.")]
 
 
-class TorchFormat(str, Enum):
-    """torch's two file formats."""
-
-    zip = "zip"
-    legacy = "legacy"
-
-
 class Temperature(str, Enum):
     """What of the file is in the page cache."""
 
@@ -50,12 +43,6 @@ def save(
     tensors: _Tensors = 300,
     gpu: _Gpu = False,
     runs: _Runs = 5,
-    formats: Annotated[
-        list[TorchFormat] | None,
-        typer.Option("--format", help="Only this format; may be repeated."),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Also save over an existing file.")] = True,
-    loose: Annotated[bool, typer.Option(help="Also saves without a sync.")] = True,
     engines: Annotated[bool, typer.Option(help="Also the other engines.")] = True,
     with_fio: _Fio = True,
     json_file: _Json = None,
@@ -66,10 +53,8 @@ def save(
     from FASTSERIAL_* variables. Exit status 1 if a file differs from stock torch's.
     """
     from fastserial.bench.measure import parse_bytes
-    from fastserial.bench.rotation import GROUPS, LOOSE, OVERWRITE
     from fastserial.bench.save import SaveBench, run_save
 
-    left_out = {OVERWRITE: not overwrite, LOOSE: not loose}
     bench = SaveBench(
         folder=folder,
         nbytes=parse_bytes(size),
@@ -77,8 +62,6 @@ def save(
         gpu=gpu,
         runs=runs,
         with_fio=with_fio,
-        formats=tuple(container.value for container in dict.fromkeys(formats or TorchFormat)),
-        groups=tuple(group for group in GROUPS if not left_out.get(group)),
         with_engines=engines,
     )
     _run(lambda say: run_save(bench, say), json_file)

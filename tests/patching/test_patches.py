@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
-import json
 import re
 import shutil
 import textwrap
@@ -279,12 +278,11 @@ def test_cli(torch_copy: Path, folder: Path, tmp_path: Path) -> None:
     assert "+    from fastserial.patching import save_hooks" in output
     assert invoke("show", "--torch", torch_copy) == (0, output)
 
-    code, output = invoke("check", "--json")
+    code, output = invoke("check")
     assert code == 0
-    report = json.loads(output)
-    assert (report["patch"], report["exact"], report["ok"]) == (name, True, True)
-    assert report["functions"] == dict.fromkeys(EDITS)
-    assert "the patch applies" in invoke("check")[1]
+    assert f"patch {name}, made for it" in output
+    assert output.count(": ok") == len(EDITS)
+    assert "the patch applies" in output
 
     edit_save(torch_copy)
     set_version(torch_copy, "99.1.0")
