@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -21,6 +22,7 @@ from fastserial.config.performance import (
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.linux import cached_fraction
 from fastserial.files.sources import FileSource, file_source
+from fastserial.formats.zip_format import LOCAL_SIGNATURE
 from fastserial.interrupts import finish
 from fastserial.loading.prefetch import FastZipReader, Prefetch
 from fastserial.loading.pump import ReadCounts
@@ -42,7 +44,7 @@ class _Open(threading.local):
 
 
 _open = _Open()
-_NO_ZIP = Reason("the legacy container, or TorchScript", "save it again in torch's zip format")
+_LEGACY = Reason("the legacy container", "save it again in torch's zip format")
 
 
 class LoadSession:
@@ -78,10 +80,24 @@ class LoadSession:
         _open.loads = [load for load in _open.loads if load() not in (None, self)]
         try:
             finish(self._release)
-            if kind is None:
+            if kind is None and (self.used or self._is_legacy()):
                 self._check_and_publish()
         finally:
             self.opener.__exit__(kind, error, traceback)
+
+    def _is_legacy(self) -> bool:
+        """Return whether torch loaded a legacy file, of which `_load` knows nothing.
+
+        A zip that it did not load holds TorchScript, or torch only looked at it.
+        """
+        source = self.source
+        try:
+            if source is None or os.pread(source.fd, 4, source.start) == LOCAL_SIGNATURE:
+                return False
+        except OSError:  # the program has closed it
+            return False
+        self.container, self.fallback = "legacy", _LEGACY
+        return True
 
     def _release(self) -> None:
         self.pause.end()
@@ -95,8 +111,6 @@ class LoadSession:
 
     def _check_and_publish(self) -> None:
         source, archive = self.source, self.archive
-        if not self.used:
-            self.container, self.fallback = "legacy", _NO_ZIP
         if source is not None:
             if self.reader is not None and not source.is_unchanged():
                 what = "the file changed while it was read"
