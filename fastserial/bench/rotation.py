@@ -212,10 +212,8 @@ class Bench:
         Args:
             once: runs fio once, as `fastserial.bench.fio.best` has it.
         """
-        if not self.with_fio:
-            return None
         try:
-            return fio.best(once)
+            return fio.best(once) if self.with_fio else None
         except BenchError as error:
             missing["fio"] = str(error)
             return None

@@ -6,8 +6,7 @@ or one added to the others. fio writes a new file of the same size, its final fs
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from fastserial.bench.torch_rows import Format, engine_rows, fast, torch_rows
 from fastserial.reports import format_bytes
 
 _HEADROOM = 256 << 20
-_STEADY = 2.0  # slowest run over the fastest
 Others = Callable[[object, Sequence[Format]], tuple[list[Row], dict[str, str]]]
 
 
@@ -94,9 +92,7 @@ def run_save(
         if best is not None:
             run = partial(fio.run_fio, best, nbytes=nbytes)
             rows = [Row(str(best), DURABLE, run), *rows]
-        result = bench.run(name, what, rows, folder, missing, [*MEASURED, *CHECKED], say)
-    result.notes = _unsteady(result.tables[0].rows)
-    return result
+        return bench.run(name, what, rows, folder, missing, [*MEASURED, *CHECKED], say)
 
 
 def run_demo(
@@ -119,13 +115,3 @@ def run_demo(
         with_fio=False,
     )
     return run_save(bench, say, name="demo")
-
-
-def _unsteady(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say so if the durable rows varied much from run to run: the median of the rows."""
-    spreads = [row["seconds"] for row in rows if row["group"] == DURABLE]
-    factor = statistics.median([spread.high / spread.low for spread in spreads] or [1.0])
-    if factor <= _STEADY:
-        return []
-    note = f"Do not quote this run: the durable rows varied {factor:.1f}-fold (median), so the "
-    return [f"{note}disk or the machine was busy with other things."]

@@ -18,9 +18,6 @@ from fastserial.files.linux import available_bytes, cached_fraction, meminfo
 from fastserial.reports import format_bytes
 
 _SPARE = 1 << 30  # bytes of memory that are left to others
-_QUIET = 4 << 20  # bytes that may be dirty
-_PATIENCE = 5.0  # seconds; other processes may go on writing
-_POLL = 0.02
 _CHUNK = 8 << 20
 _COLD, _WARM = 0.01, 0.99  # of a file in the page cache
 _DROP = Path("/proc/sys/vm/drop_caches")
@@ -70,15 +67,7 @@ def settle(pause: float) -> None:
         return
     wait_until_free()
     os.sync()
-    until = time.monotonic() + _PATIENCE
-    while _dirty() > _QUIET and time.monotonic() < until:
-        time.sleep(_POLL)
     time.sleep(pause)
-
-
-def _dirty() -> int:
-    found = meminfo()
-    return found.get("Dirty", 0) + found.get("Writeback", 0)
 
 
 # -- the page cache ------------------------------------------------------------------------------

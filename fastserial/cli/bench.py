@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from fastserial.config import parse_size
 from fastserial.progress import show_line
 
 if TYPE_CHECKING:
@@ -52,12 +53,11 @@ def save(
     Every durable row includes the fsync of file and directory. Options of fastserial are taken
     from FASTSERIAL_* variables. Exit status 1 if a file differs from stock torch's.
     """
-    from fastserial.bench.measure import parse_bytes
     from fastserial.bench.save import SaveBench, run_save
 
     bench = SaveBench(
         folder=folder,
-        nbytes=parse_bytes(size),
+        nbytes=parse_size(size),
         tensors=tensors,
         gpu=gpu,
         runs=runs,
@@ -86,11 +86,10 @@ def load(
     with what was saved; exit status 1 if it differs.
     """
     from fastserial.bench.load import LoadBench, run_load
-    from fastserial.bench.measure import parse_bytes
 
     bench = LoadBench(
         folder=folder,
-        nbytes=parse_bytes(size),
+        nbytes=parse_size(size),
         tensors=tensors,
         gpu=gpu,
         runs=runs,
@@ -114,9 +113,7 @@ def demo(
 
     Exit status 1 if a file differs, or if a kill left none that loads where fastserial saved.
     """
-    from fastserial.bench.measure import parse_bytes
-
-    nbytes = parse_bytes(size)
+    nbytes = parse_size(size)
     if crash:
         _crash(folder, nbytes, runs)
     from fastserial.bench.save import run_demo
