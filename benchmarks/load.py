@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,25 @@ import torch
 from common import Say, Script, size
 from peers import dcp_read, dcp_write
 
-from fastserial.bench.load import TEMPERATURES, LoadBench, Reader, run_load, touch
+from fastserial.bench.load import TEMPERATURES, LoadBench, Reader, run_load
 from fastserial.bench.table import Result
+from fastserial.bench.torch_rows import stock
 
 State = dict[str, torch.Tensor]
+_PAGE = 4096
 
 
-def _peers(state: State, folder: Path, device: str) -> tuple[list[Reader], dict[str, str]]:
-    """Write the state with safetensors and DCP, and return what loads it."""
-    path, directory = folder / "checkpoint.safetensors", folder / "dcp"
+def _peers(state: State, saved: Path, device: str) -> tuple[list[Reader], dict[str, str]]:
+    """Write the state with safetensors and DCP, and return what loads it; stock's mmap, too."""
+    path, directory = saved.with_name("checkpoint.safetensors"), saved.with_name("dcp")
     missing: dict[str, str] = {}
     dcp_write(state, directory)
     parts = tuple(sorted(directory.glob("*.distcp")))
     load_dcp = partial(_dcp, directory)
-    found = [Reader("DCP FileSystemReader", parts, load_dcp, fills=True, is_peer=True)]
+    found = [
+        Reader("stock zip, mmap, touched", (saved,), partial(_mapped, saved, device), stock),
+        Reader("DCP FileSystemReader", parts, load_dcp, fills=True, is_peer=True),
+    ]
     if importlib.util.find_spec("safetensors") is None:
         return found, {"safetensors": "not installed: pip install safetensors"}
     importlib.import_module("safetensors.torch").save_file(state, path)
@@ -49,12 +55,30 @@ def _peers(state: State, folder: Path, device: str) -> tuple[list[Reader], dict[
             missing[name] = "it loads to CUDA devices only"
         else:
             run = partial(load, path, device)
-            found.append(Reader(name, (path,), run, modules=(module,), is_peer=True))
+            found.append(Reader(name, (path,), run, partial(_imported, module), is_peer=True))
     return found, missing
 
 
+def _imported(module: str) -> AbstractContextManager[Any]:
+    """Import a module before the load is timed."""
+    return nullcontext(importlib.import_module(module))
+
+
+def _touch(state: State) -> State:
+    """Read one byte of every page, as a program that uses the tensors would."""
+    for tensor in state.values():
+        if tensor.numel() and tensor.device.type == "cpu":
+            raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            raw[::_PAGE].sum()
+    return state
+
+
+def _mapped(path: Path, device: str, _: Any) -> State:
+    return _touch(torch.load(path, map_location=device, mmap=True))
+
+
 def _touched(path: Path, device: str, _: Any) -> State:
-    return touch(importlib.import_module("safetensors.torch").load_file(path, device=device))
+    return _touch(importlib.import_module("safetensors.torch").load_file(path, device=device))
 
 
 def _cloned(path: Path, device: str, _: Any) -> State:

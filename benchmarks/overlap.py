@@ -24,12 +24,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from common import Picture, Say, Script
+from peers import different_tensors, unshared
 from torch import nn
 from torch.nn import functional
 
 import fastserial
 from fastserial.bench.measure import BenchError
-from fastserial.bench.payload import different_tensors, unshared
 from fastserial.bench.state import check_memory, scratch, settle
 from fastserial.bench.table import Column, Result, Spread, Table, number, verdict
 from fastserial.bench.torch_rows import fast, stock, sync

@@ -22,13 +22,44 @@ import torch
 
 from fastserial import engines
 from fastserial.bench.measure import Sample, measure
-from fastserial.bench.payload import different_tensors, unshared
+from fastserial.bench.payload import fingerprints, tensors_of
 from fastserial.bench.rotation import DURABLE, LOOSE, Row
-from fastserial.bench.torch_rows import Format, fast, stock, sync, zip_holds
+from fastserial.bench.torch_rows import Format, fast, stock, sync
 
-__all__ = ["dcp_read", "dcp_write", "peer_rows", "safetensors_row", "stock_with", "their_op"]
+__all__ = [
+    "dcp_read",
+    "dcp_write",
+    "different_tensors",
+    "peer_rows",
+    "safetensors_row",
+    "stock_with",
+    "their_op",
+    "unshared",
+]
 
 Tensors = Mapping[str, torch.Tensor]
+
+
+def different_tensors(one: Tensors, other: Tensors) -> list[str]:
+    """Return the names of tensors that are missing on one side or differ in type or bits."""
+    mine, theirs = fingerprints(one), fingerprints(other)
+    names = dict.fromkeys([*mine, *theirs])
+    return [name for name in names if mine.get(name) != theirs.get(name)]
+
+
+def unshared(state: object) -> dict[str, torch.Tensor]:
+    """Return the tensors, each storage once: what formats without shared storages can hold."""
+    kept: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in tensors_of(state).items():
+        kept.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
+    return dict(kept.values())
+
+
+def _zip_holds(state: object, path: Path) -> bool:
+    """Return whether a zip checkpoint holds the tensors of `state`, as stock torch reads it."""
+    with stock():  # by a memory map, which takes no memory
+        found = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+    return not different_tensors(tensors_of(state), tensors_of(found))
 
 
 def peer_rows(
@@ -162,7 +193,7 @@ def _deepspeed_row(state: object, container: Format, durable: bool, io_buffer_mb
             yield
 
     compared = f"stock {container}"
-    check = partial(zip_holds, state) if container == "zip" else None
+    check = partial(_zip_holds, state) if container == "zip" else None
     row = _row(f"DeepSpeed's writer, {container}", save, check, durable, compared, prepared)
     # Its zip archives are all called "archive", so their bytes differ from those of a path.
     return replace(row, same_bytes_as=compared if container == "legacy" else None)

@@ -19,7 +19,7 @@ import torch
 from common import Picture, Say, Script, size
 
 from fastserial import engines
-from fastserial.bench.measure import MB, BenchError, Sample, measure, parse_bytes
+from fastserial.bench.measure import MB, BenchError, Sample, measure
 from fastserial.bench.rotation import Row, rotate, summarize
 from fastserial.bench.state import check_memory, chill, scratch
 from fastserial.bench.table import Column, Result, Table, number
@@ -180,7 +180,7 @@ def _points(options: argparse.Namespace) -> list[_Point]:
         ops,
         transfers,
         names,
-        _values(options.block_size, parse_bytes, "--block-size"),
+        _values(options.block_size, parse_size, "--block-size"),
         _values(options.queue_depth, parse_size, "--queue-depth"),
         _values(options.threads, parse_size, "--threads"),
     )

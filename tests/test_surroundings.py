@@ -61,9 +61,8 @@ def test_a_save_with_little_address_space(tmp_path: Path, room: int) -> None:
     assert list(torch.load(tmp_path / "f.pt")) == [f"t{i}" for i in range(10)]
 
 
-@pytest.mark.parametrize(("room", "why"), [(450, "little address space"), (3000, "None")])
-def test_a_load_with_little_address_space(tmp_path: Path, room: int, why: str) -> None:
-    assert why in run("little_room", "LOAD", tmp_path / "f.pt", room, 0).out
+def test_a_load_with_little_address_space(tmp_path: Path) -> None:
+    assert "address space" in run("little_room", "LOAD", tmp_path / "f.pt", 450, 0).out
 
 
 @pytest.mark.parametrize("descriptors", [1, 2, 3])

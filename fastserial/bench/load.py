@@ -11,7 +11,6 @@ The processes are forked from a server that has imported torch and fastserial: n
 from __future__ import annotations
 
 import gc
-import importlib
 import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +38,6 @@ from fastserial.reports import format_bytes, last_load_report
 _HOST = "cpu"  # where to load to, if not to a device
 TEMPERATURES = (COLD, "warm")
 _HEADROOM = 256 << 20
-_PAGE = 4096
 _FREE_BLOCKS = 2 << 30  # bytes, of which the kernel takes some: more than a small file needs
 _STOCK = "stock zip"
 
@@ -67,7 +65,6 @@ class Reader:
         load: loads everything and returns it; it gets tensors to fill, if `fills`, else None.
         context: entered around the load and the timing.
         fills: it loads into tensors that were allocated before the timing.
-        modules: what is imported before the load is timed.
         is_peer: another package's, which may fail here.
     """
 
@@ -76,7 +73,6 @@ class Reader:
     load: Callable[[State | None], State]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     fills: bool = False
-    modules: tuple[str, ...] = ()
     is_peer: bool = False
 
 
@@ -93,8 +89,8 @@ def run_load(
     Args:
         bench: what to measure.
         say: receives a text for each step.
-        peers: writes the state in other formats to a folder, and makes readers of it to a device;
-            says why some are not there.
+        peers: given the state, its zip file and a device, writes the state in other formats beside
+            that file, and makes readers of them all; says why some are not there.
 
     Raises:
         BenchError: too little memory or disk, the folder cannot be used, a load failed, or there
@@ -109,9 +105,11 @@ def run_load(
     with scratch(bench.folder, 4 * bench.nbytes + _HEADROOM) as folder:
         say("making the data")
         state = mixed_state(bench.nbytes, bench.tensors)
-        readers, missing = peers(state, folder, bench.device) if peers is not None else ([], {})
-        readers = [*_readers(state, folder, bench.device), *readers]
-        path = readers[0].paths[0]
+        path = folder / "checkpoint.pt"
+        readers, missing = [*_readers(state, path, bench.device)], {}
+        if peers is not None:
+            others, missing = peers(state, path, bench.device)
+            readers += others
         saved = _Saved(
             folder=folder,
             nbytes=sum(tensor.nbytes for tensor in state.values()),
@@ -121,56 +119,37 @@ def run_load(
         )
         del state
 
-        def read_once(settings: fio.FioSettings) -> Sample:
-            say(f"looking for fio's best: {settings}")
-            chill([path])
+        def read(settings: fio.FioSettings, _: object = None) -> Sample:
+            say(f"reading with {settings}")
+            saved.prepare(())
             return fio.read_file(settings, path)
 
-        best = bench.best_of_fio(read_once, missing) if COLD in bench.temperatures else None
-        rows = [_fio_row(saved, best, path)] if best is not None else []
+        best = bench.best_of_fio(read, missing) if COLD in bench.temperatures else None
+        rows = [Row(f"fio read, {COLD}", COLD, partial(read, best))] if best is not None else []
         rows += [_row(saved, one, at) for at in bench.temperatures for one in readers]
         what = f"{bench.tensors} tensors, {format_bytes(bench.nbytes)}{', to the GPU' * bench.gpu}"
         columns = [*MEASURED, Column("equal", "equal", verdict)]
         return bench.run("load", what, rows, folder, missing, columns, say)
 
 
-def touch(state: State) -> State:
-    """Read one byte of every page, as a program that uses the tensors would."""
-    for tensor in state.values():
-        if tensor.numel() and tensor.device.type == _HOST:
-            raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-            raw[::_PAGE].sum()
-    return state
-
-
 # -- readers -------------------------------------------------------------------------------------
 
 
-def _readers(state: State, folder: Path, device: str) -> Iterator[Reader]:
-    """Write the state dict in both containers, and yield how to load it."""
-    paths = folder / "checkpoint.pt", folder / "checkpoint.legacy.pt"
+def _readers(state: State, path: Path, device: str) -> Iterator[Reader]:
+    """Write the state dict to a file, and yield how to load it."""
     with stock():
-        write(state, paths[0], "zip")
-        write(state, paths[1], "legacy")
+        write(state, path, "zip")
     target = None if device == _HOST else device
-    zip_, legacy = (partial(_load, path, target) for path in paths)
-    mapped = partial(_mapped, paths[0], target)
-    yield Reader(_STOCK, paths[:1], zip_, stock)
-    yield Reader(f"{_STOCK}, mmap, touched", paths[:1], mapped, stock)
-    yield Reader("stock legacy", paths[1:], legacy, stock)
-    yield Reader("fastserial zip", paths[:1], zip_, fast)
-    yield Reader("fastserial zip, verified", paths[:1], zip_, partial(fast, verify_on_load=True))
-    yield Reader("fastserial legacy", paths[1:], legacy, fast)
-    yield Reader("fastserial load_into", paths[:1], partial(_fill, paths[0]), fills=True)
+    whole = partial(_load, path, target)
+    yield Reader(_STOCK, (path,), whole, stock)
+    yield Reader("fastserial zip", (path,), whole, fast)
+    yield Reader("fastserial zip, verified", (path,), whole, partial(fast, verify_on_load=True))
+    yield Reader("fastserial load_into", (path,), partial(_fill, path), fills=True)
 
 
 def _load(path: Path, target: str | None, _: State | None) -> State:
     found: State = torch.load(path, map_location=target)
     return found
-
-
-def _mapped(path: Path, target: str | None, _: State | None) -> State:
-    return touch(torch.load(path, map_location=target, mmap=True))
 
 
 def _fill(path: Path, target: State | None) -> State:
@@ -217,14 +196,6 @@ def _row(saved: _Saved, reader: Reader, temperature: str) -> Row:
     return Row(name, temperature, run, base, check=lambda _: equal[0], optional=reader.is_peer)
 
 
-def _fio_row(saved: _Saved, settings: fio.FioSettings, path: Path) -> Row:
-    def run(_: Path) -> Sample:
-        saved.prepare(())
-        return fio.read_file(settings, path)
-
-    return Row(f"fio read, {COLD}", COLD, run)
-
-
 def _load_afresh(
     saved: _Saved, reader: Reader, compare: bool
 ) -> tuple[Sample, Mapping[str, str] | None]:
@@ -250,8 +221,6 @@ def _load_afresh(
 
 def _timed(saved: _Saved, reader: Reader, compare: bool) -> tuple[Sample, Mapping[str, str] | None]:
     gc.freeze()  # a collection would copy every page that is shared with the server
-    for module in reader.modules:
-        importlib.import_module(module)
     _wait_for(saved.device)  # its context begins here
     target = None
     if reader.fills:

@@ -93,15 +93,6 @@ def digest(path: Path) -> str:
     return hashed.hexdigest()
 
 
-def different_tensors(
-    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
-) -> list[str]:
-    """Return the names of tensors that are missing on one side or differ in type or bits."""
-    mine, theirs = fingerprints(one), fingerprints(other)
-    names = dict.fromkeys([*mine, *theirs])
-    return [name for name in names if mine.get(name) != theirs.get(name)]
-
-
 def fingerprints(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return type, shape and a hash of the bits of each tensor: equal if these are."""
     return {
@@ -117,18 +108,6 @@ def tensors_of(state: object) -> dict[str, torch.Tensor]:
         for path, value in walk(state)
         if isinstance(value, torch.Tensor)
     }
-
-
-def unshared(state: object) -> dict[str, torch.Tensor]:
-    """Return the same, each storage once: what formats without shared storages can hold."""
-    seen: set[int] = set()
-    kept = {}
-    for name, tensor in tensors_of(state).items():
-        storage = tensor.untyped_storage()._cdata
-        if storage not in seen:
-            seen.add(storage)
-            kept[name] = tensor
-    return kept
 
 
 def _hash(tensor: torch.Tensor) -> str:

@@ -6,8 +6,7 @@ or one added to the others. fio writes a new file of the same size, its final fs
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from fastserial.bench import fio
 from fastserial.bench.measure import Sample
-from fastserial.bench.payload import mixed_state, tensors_of, unshared
+from fastserial.bench.payload import mixed_state, tensors_of
 from fastserial.bench.rotation import DURABLE, GROUPS, Bench, Row
 from fastserial.bench.state import check_memory, scratch, settle
 from fastserial.bench.table import CHECKED, MEASURED, Result
@@ -23,7 +22,6 @@ from fastserial.bench.torch_rows import Format, engine_rows, fast, torch_rows
 from fastserial.reports import format_bytes
 
 _HEADROOM = 256 << 20
-_STEADY = 2.0  # slowest run over the fastest
 Others = Callable[[object, Sequence[Format]], tuple[list[Row], dict[str, str]]]
 
 
@@ -69,7 +67,8 @@ def run_save(
     mixed = partial(mixed_state, bench.nbytes, bench.tensors, bench.device)
     what, make_state = subject or ("mixed sizes", mixed)
     state = make_state()
-    nbytes = sum(tensor.nbytes for tensor in unshared(state).values())
+    storages = {one.untyped_storage()._cdata: one.nbytes for one in tensors_of(state).values()}
+    nbytes = sum(storages.values())
     rows = torch_rows(state, bench.formats, bench.groups)
     missing: dict[str, str] = {}
     for make in ([engine_rows] if bench.with_engines else []) + ([others] if others else []):
@@ -93,9 +92,7 @@ def run_save(
         if best is not None:
             run = partial(fio.run_fio, best, nbytes=nbytes)
             rows = [Row(str(best), DURABLE, run), *rows]
-        result = bench.run(name, what, rows, folder, missing, [*MEASURED, *CHECKED], say)
-    result.notes = _unsteady(result.tables[0].rows)
-    return result
+        return bench.run(name, what, rows, folder, missing, [*MEASURED, *CHECKED], say)
 
 
 def run_demo(
@@ -117,21 +114,4 @@ def run_demo(
         with_engines=False,
         with_fio=False,
     )
-    found = run_save(bench, say, name="demo")
-    rows = {row["name"]: row for row in found.tables[0].rows}
-    found.missing = {}
-    found.notes = [  # lines that are easy to find, also for a program
-        f"{container}: identical: {'yes' if rows[f'fastserial {container}']['identical'] else 'no'}"
-        for container in bench.formats
-    ]
-    return found
-
-
-def _unsteady(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say so if the durable rows varied much from run to run: the median of the rows."""
-    spreads = [row["seconds"] for row in rows if row["group"] == DURABLE]
-    factor = statistics.median([spread.high / spread.low for spread in spreads] or [1.0])
-    if factor <= _STEADY:
-        return []
-    note = f"Do not quote this run: the durable rows varied {factor:.1f}-fold (median), so the "
-    return [f"{note}disk or the machine was busy with other things."]
+    return run_save(bench, say, name="demo")

@@ -6,13 +6,10 @@ import contextlib
 import mmap
 import os
 import shutil
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType
 
 from fastserial.bench.measure import BenchError
 from fastserial.diagnosis.folder import folder_problem
@@ -20,11 +17,7 @@ from fastserial.files.destination import wait_until_free
 from fastserial.files.linux import available_bytes, cached_fraction, meminfo
 from fastserial.reports import format_bytes
 
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _SPARE = 1 << 30  # bytes of memory that are left to others
-_QUIET = 4 << 20  # bytes that may be dirty
-_PATIENCE = 5.0  # seconds; other processes may go on writing
-_POLL = 0.02
 _CHUNK = 8 << 20
 _COLD, _WARM = 0.01, 0.99  # of a file in the page cache
 _DROP = Path("/proc/sys/vm/drop_caches")
@@ -33,7 +26,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 @contextlib.contextmanager
 def scratch(folder: Path, needed: int) -> Iterator[Path]:
-    """Yield a new folder inside `folder`; it is removed after errors, Ctrl-C and SIGTERM, too.
+    """Yield a new folder inside `folder`; it is removed after errors and Ctrl-C, too.
 
     Args:
         folder: where to measure; it must exist.
@@ -52,33 +45,14 @@ def scratch(folder: Path, needed: int) -> Iterator[Path]:
             f"{folder} has {format_bytes(free)} free, {format_bytes(needed)} are needed: "
             "free some, or measure with less data"
         )
-    with _signals_raise():
-        try:
-            made = Path(tempfile.mkdtemp(prefix=".fastserial-bench-", dir=folder))
-        except OSError as error:
-            raise BenchError(f"{folder} is not writable: {error.strerror}") from error
-        try:
-            yield made
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Turn signals that would end the process at once into an exception."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in _SIGNALS}
     try:
-        yield
+        made = Path(tempfile.mkdtemp(prefix=".fastserial-bench-", dir=folder))
+    except OSError as error:
+        raise BenchError(f"{folder} is not writable: {error.strerror}") from error
+    try:
+        yield made
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        shutil.rmtree(made, ignore_errors=True)
 
 
 # -- the disk ------------------------------------------------------------------------------------
@@ -93,15 +67,7 @@ def settle(pause: float) -> None:
         return
     wait_until_free()
     os.sync()
-    until = time.monotonic() + _PATIENCE
-    while _dirty() > _QUIET and time.monotonic() < until:
-        time.sleep(_POLL)
     time.sleep(pause)
-
-
-def _dirty() -> int:
-    found = meminfo()
-    return found.get("Dirty", 0) + found.get("Writeback", 0)
 
 
 # -- the page cache ------------------------------------------------------------------------------

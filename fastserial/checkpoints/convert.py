@@ -11,8 +11,7 @@ import ctypes
 import itertools
 import os
 import pickle
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -188,7 +187,8 @@ def flat_tensors(value: Any) -> dict[str, torch.Tensor]:
             problem = f"safetensors has no dtype {type_name(item)}"
         if problem:
             raise ConvertError(
-                f"entry {key!r} cannot be represented in safetensors: {problem}{_advice(value)}"
+                f"entry {key!r} cannot be represented in safetensors: {problem}; to convert the "
+                "tensors in one entry alone: key= (--key)"
             )
         found[key] = cast("torch.Tensor", item).detach()
     return found
@@ -196,19 +196,6 @@ def flat_tensors(value: Any) -> dict[str, torch.Tensor]:
 
 def _is_no_unicode(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _advice(value: Mapping[Any, Any]) -> str:
-    """Suggest the entry with the most tensors."""
-    counts = {
-        key: sum(isinstance(one, torch.Tensor) for one in item.values())
-        for key, item in value.items()
-        if isinstance(key, str) and isinstance(item, Mapping)
-    }
-    best = max(counts, key=lambda key: counts[key], default="")
-    if not counts.get(best):
-        return ""
-    return f"; to convert the tensors in {best!r} alone: key={best!r} (--key {shlex.quote(best)})"
 
 
 def refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -342,46 +329,24 @@ def part_of(value: Any, key: str) -> Any:
     Raises:
         ConvertError: there is none; says how far the path resolves, and which names exist there.
     """
-    names = key.split(".") if key else []
-    found = _under(value, names)
-    if found:
-        return found[0]
-    count = len(names)
-    while not found:
-        count -= 1
-        found = _under(value, names[:count])
-    where = repr(".".join(names[:count])) if count else "it"
-    raise ConvertError(f"there is no {'.'.join(names[count:])!r} in {where}{_offers(found[0])}")
-
-
-def _under(value: Any, names: list[str]) -> tuple[Any] | None:
-    if not names:
-        return (value,)
-    for count in range(len(names), 0, -1):
-        item = _child(value, ".".join(names[:count]))
-        found = _under(item[0], names[count:]) if item else None
-        if found:
-            return found
-    return None
-
-
-def _child(value: Any, name: str) -> tuple[Any] | None:
-    """Return the value of one name: a key with this text, or an index of a list."""
-    if isinstance(value, Mapping):
-        if name in value:
-            return (value[name],)
-        return next(((item,) for key, item in value.items() if str(key) == name), None)
-    if isinstance(value, list | tuple) and name.isdecimal() and int(name) < len(value):
-        return (value[int(name)],)
-    return None
-
-
-def _offers(value: Any) -> str:
-    if not isinstance(value, Mapping) or not value:
-        return ""
-    names = [repr(key) for key in itertools.islice(value, _SHOWN_KEYS)]
-    more = ", ..." if len(value) > _SHOWN_KEYS else ""
-    return f"; there are: {', '.join(names)}{more}"
+    where = "it"
+    rest = key or None
+    while rest is not None:
+        entries: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else ()
+        entries = enumerate(value) if isinstance(value, list | tuple) else entries
+        numbers_first = sorted(entries, key=lambda entry: isinstance(entry[0], str))
+        inside = {str(name): item for name, item in numbers_first if type(name) in (int, str)}
+        fitting = [name for name in inside if f"{rest}.".startswith(f"{name}.")]
+        if not fitting:
+            names = ", ".join(map(repr, itertools.islice(inside, _SHOWN_KEYS)))
+            more = ", ..." if len(inside) > _SHOWN_KEYS else ""
+            offers = f"; there are: {names}{more}" if inside else ""
+            raise ConvertError(f"there is no {rest!r} in {where}{offers}")
+        name = max(fitting, key=len)
+        value = inside[name]
+        rest = rest[len(name) + 1 :] if len(rest) > len(name) else None
+        where = repr(key if rest is None else key[: len(key) - len(rest) - 1])
+    return value
 
 
 def _write_shards(

@@ -28,7 +28,6 @@ class StorageUse(BoundedRepr):
         offset: its first byte in the file, None if it is missing.
         location: the device it came from.
         tensors: keys of the tensors in it.
-        needed_bytes: of its tensors if each were saved alone, at most `nbytes`.
     """
 
     key: str
@@ -37,17 +36,6 @@ class StorageUse(BoundedRepr):
     offset: int | None
     location: str
     tensors: tuple[str, ...]
-    needed_bytes: int
-
-    @property
-    def wasted_bytes(self) -> int:
-        """Bytes that are saved only because torch saves the whole storage of a view."""
-        return max(0, self.nbytes - self.needed_bytes)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether it has several tensors."""
-        return len(self.tensors) > 1
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -84,11 +72,6 @@ class Inspection(BoundedRepr):
         """Bytes of all tensors; shared bytes are counted for each."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    @property
-    def wasted_bytes(self) -> int:
-        """Bytes that could be saved by cloning views before saving them."""
-        return sum(storage.wasted_bytes for storage in self.storages)
-
     def offset_of(self, tensor: TensorEntry) -> int | None:
         """Return the offset of the tensor's first element (bytes), None if it is missing."""
         return self.offsets([tensor])[0]
@@ -111,12 +94,8 @@ class Inspection(BoundedRepr):
                 _values(tensor) | {"offset": offset, "contiguous": tensor.is_contiguous}
                 for tensor, offset in tensors
             ],
-            "storages": [
-                _values(storage) | {"wasted_bytes": storage.wasted_bytes}
-                for storage in self.storages
-            ],
+            "storages": [_values(storage) for storage in self.storages],
             "tensor_bytes": self.tensor_bytes,
-            "wasted_bytes": self.wasted_bytes,
         }
 
 
@@ -170,12 +149,6 @@ def _inspect(name: str, source: Source, limits: Limits | None) -> Inspection:
 
 
 def _storages(found: Outline) -> tuple[StorageUse, ...]:
-    needed: dict[str, int] = {}
-    counts: dict[str, int] = {}
-    for tensor in found.tensors:
-        if tensor.storage is not None:
-            needed[tensor.storage] = needed.get(tensor.storage, 0) + tensor.nbytes
-            counts[tensor.storage] = counts.get(tensor.storage, 0) + 1
     uses = [
         StorageUse(
             key=key,
@@ -183,11 +156,7 @@ def _storages(found: Outline) -> tuple[StorageUse, ...]:
             nbytes=entry.nbytes,
             offset=entry.offset,
             location=entry.location,
-            tensors=tuple(users := found.users.get(key, ())),
-            # one more user than tensors: the storage itself was saved, too
-            needed_bytes=min(needed.get(key, 0), entry.nbytes)
-            if len(users) <= counts.get(key, 0)
-            else entry.nbytes,
+            tensors=tuple(found.users.get(key, ())),
         )
         for key, entry in found.storages.items()
     ]

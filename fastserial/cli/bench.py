@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from fastserial.config import parse_size
 from fastserial.progress import show_line
 
 if TYPE_CHECKING:
@@ -29,13 +30,6 @@ _Gpu = Annotated[bool, typer.Option("--gpu", help="The tensors are on the CUDA d
 _Json = Annotated[Path | None, typer.Option("--json", help="Also write all results to this file.")]
 
 
-class TorchFormat(str, Enum):
-    """torch's two file formats."""
-
-    zip = "zip"
-    legacy = "legacy"
-
-
 class Temperature(str, Enum):
     """What of the file is in the page cache."""
 
@@ -50,12 +44,6 @@ def save(
     tensors: _Tensors = 300,
     gpu: _Gpu = False,
     runs: _Runs = 5,
-    formats: Annotated[
-        list[TorchFormat] | None,
-        typer.Option("--format", help="Only this format; may be repeated."),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Also save over an existing file.")] = True,
-    loose: Annotated[bool, typer.Option(help="Also saves without a sync.")] = True,
     engines: Annotated[bool, typer.Option(help="Also the other engines.")] = True,
     with_fio: _Fio = True,
     json_file: _Json = None,
@@ -65,20 +53,15 @@ def save(
     Every durable row includes the fsync of file and directory. Options of fastserial are taken
     from FASTSERIAL_* variables. Exit status 1 if a file differs from stock torch's.
     """
-    from fastserial.bench.measure import parse_bytes
-    from fastserial.bench.rotation import GROUPS, LOOSE, OVERWRITE
     from fastserial.bench.save import SaveBench, run_save
 
-    left_out = {OVERWRITE: not overwrite, LOOSE: not loose}
     bench = SaveBench(
         folder=folder,
-        nbytes=parse_bytes(size),
+        nbytes=parse_size(size),
         tensors=tensors,
         gpu=gpu,
         runs=runs,
         with_fio=with_fio,
-        formats=tuple(container.value for container in dict.fromkeys(formats or TorchFormat)),
-        groups=tuple(group for group in GROUPS if not left_out.get(group)),
         with_engines=engines,
     )
     _run(lambda say: run_save(bench, say), json_file)
@@ -103,11 +86,10 @@ def load(
     with what was saved; exit status 1 if it differs.
     """
     from fastserial.bench.load import LoadBench, run_load
-    from fastserial.bench.measure import parse_bytes
 
     bench = LoadBench(
         folder=folder,
-        nbytes=parse_bytes(size),
+        nbytes=parse_size(size),
         tensors=tensors,
         gpu=gpu,
         runs=runs,
@@ -131,9 +113,7 @@ def demo(
 
     Exit status 1 if a file differs, or if a kill left none that loads where fastserial saved.
     """
-    from fastserial.bench.measure import parse_bytes
-
-    nbytes = parse_bytes(size)
+    nbytes = parse_size(size)
     if crash:
         _crash(folder, nbytes, runs)
     from fastserial.bench.save import run_demo

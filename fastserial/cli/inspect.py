@@ -79,18 +79,9 @@ def _print_inspection(found: Inspection, records: bool) -> None:
         print_table(
             ("tensor", "dtype", "shape", "bytes", "at byte", "storage", "kind", ""), tensors
         )
-    shared = [
-        (one.key, one.nbytes, one.wasted_bytes, some(one.tensors))
-        for one in found.storages
-        if one.is_shared or one.wasted_bytes
-    ]
+    shared = [(one.key, one.nbytes, some(one.tensors)) for one in found.storages if one.tensors[1:]]
     if shared:
-        print_table(("shared storage", "bytes", "could be saved", "tensors"), shared)
-    if found.wasted_bytes:
-        say(
-            f"{format_bytes(found.wasted_bytes)} could be saved: torch saves the whole storage of "
-            "a view; clone() views before saving"
-        )
+        print_table(("shared storage", "bytes", "tensors"), shared)
     if records:
         print_table(("record", "byte", "bytes"), found.records)
     if found.imports:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -44,27 +43,16 @@ def show(torch: Torch = None) -> None:
 
 
 @patches_app.command()
-def check(
-    torch: Torch = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def check(torch: Torch = None) -> None:
     """Check whether a patch applies to torch and which functions differ; exit status 1 if not."""
     source = maintain.open_torch(torch)
     patch, found = patches.choose(source.text, source.version)
     ok = not any(found.values())
-    report = {
-        "torch": source.version,
-        "where": source.where,
-        "patch": patch.name,
-        "exact": patch.is_for(source.version),
-        "ok": ok,
-    }
-    if as_json:
-        typer.echo(json.dumps({**report, "functions": found}, indent=2))
-    else:
-        for name, value in (*report.items(), *found.items()):
-            say(f"{name}: {value or 'ok'}" if name in found else f"{name}: {value}")
-        say("the patch applies" if ok else "the patch does NOT apply")
+    exact = "made for it" if patch.is_for(source.version) else "made for other releases"
+    say(f"torch {source.version}, {source.where}: patch {patch.name}, {exact}")
+    for name, problem in found.items():
+        say(f"{name}: {problem or 'ok'}")
+    say("the patch applies" if ok else "the patch does NOT apply")
     raise typer.Exit(0 if ok else 1)
 
 

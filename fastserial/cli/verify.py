@@ -31,7 +31,6 @@ def verify(
         typer.Argument(metavar="FILE|URL|DIR...", help="Checkpoints, or folders of them."),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads that read.")] = None,
     cold: Annotated[
         bool,
         typer.Option(
@@ -50,9 +49,7 @@ def verify(
     from fastserial.checkpoints.verify import verify as check
     from fastserial.checkpoints.verify.file_list import file_lists_in
 
-    config = current(
-        **({"threads": threads} if threads else {}), progress=sys.stderr.isatty() and not quiet
-    )
+    config = current(progress=sys.stderr.isatty() and not quiet)
     reports: list[VerifyReport] = []
     nothing: list[str] = []
     for path in paths:

@@ -98,9 +98,6 @@ LOOK_AHEAD = 256 * MiB  # read and not yet asked for
 SMALL_LOAD = 2
 SMALL_CACHED_LOAD = 4
 FEW_BYTES = 32 * KiB  # per record on average: finding them costs us more than reading them torch
-# Likewise of the legacy container, whose storages torch reads to where they belong: 5,000 of 64 KiB
-# took it 0.94 s and us 1.04, 2,000 of 192 KiB 0.44 and 0.46, of 256 KiB 0.51 and 0.51.
-FEW_LEGACY_BYTES = 256 * KiB
 SHORT_LOAD = 4096 * MiB  # cycles of other threads may wait for collection as long as that takes
 CONTIGUOUS_RUN = 64 * KiB  # of a tensor's part; from here on it is read by itself
 SCATTERED_CHUNK = 32 * MiB  # memory for the parts of a scattered tensor

@@ -26,10 +26,8 @@ from fastserial.errors import ConfigError, FastserialError, PatchError
 from fastserial.memory import huge_pages
 from fastserial.memory.huge_pages import SWITCH
 from fastserial.patching import install
-from fastserial.reports import format_bytes
 
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs")
-_LITTLE_SPACE = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,12 +288,6 @@ def _about_folder(folder: FolderFacts, options: Config) -> Iterator[Finding]:
             f"{len(folder.leftovers)} temporary files of killed saves: "
             f"{', '.join(folder.leftovers)}",
             "remove them; the next save to the same path does it, too",
-        )
-    if folder.free_bytes < _LITTLE_SPACE:
-        yield _note(
-            f"only {format_bytes(folder.free_bytes)} free; a save needs room for the new file "
-            "beside the old one",
-            "free space there, or save to another disk",
         )
 
 

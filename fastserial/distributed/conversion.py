@@ -22,12 +22,17 @@ from fastserial.checkpoints.convert import Converted, ConvertSource, FileMemory,
 from fastserial.checkpoints.tensor_read import direct_extent, read_tensor_into
 from fastserial.config import Config, options
 from fastserial.distributed.dcp.shard_layout import ShardLayout, TensorBytes, bytes_of
-from fastserial.distributed.dcp.storage_reader import ItemTensor, tensor_in
+from fastserial.distributed.dcp.storage_reader import ItemTensor, check_archive, tensor_in
 from fastserial.distributed.dcp.storage_writer import FastStorageWriter
 from fastserial.distributed.ranks.exchange import MemorySlice
 from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect
 from fastserial.distributed.sharding.pieces import unloadable
-from fastserial.errors import ConvertError, CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.errors import (
+    CheckpointFileError,
+    ConvertError,
+    CorruptCheckpointError,
+    UnreadableCheckpointError,
+)
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.container import FolderContainer
 from fastserial.formats.dcp import Item, Metadata, Stored
@@ -143,6 +148,7 @@ class FolderFiles:
 
         Raises:
             ConvertError: it needs more than `weights_only` allows, or went through an extension.
+            CorruptCheckpointError: it is damaged.
         """
         if item.is_extended:
             raise ConvertError(
@@ -152,6 +158,10 @@ class FolderFiles:
             refuse_nested(torch._C.PyTorchFileReader(io.BytesIO(data)).get_record(PICKLE))
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
+            try:
+                check_archive(data)
+            except CheckpointFileError as damage:  # torch wrote no such archive
+                raise self._damaged(item.name, damage.message) from error
             what = str(error).partition("\n")[0]
             raise ConvertError(
                 f"entry {item.name!r} cannot be loaded under the rules of weights_only: {what}"

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from time import monotonic
 from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -28,7 +29,8 @@ from fastserial.errors import (
 _T = TypeVar("_T")
 _CHUNK = 8 * 1024 * 1024
 _CONCURRENT = 4  # parts under way; with `_CHUNK` some 32 MiB of memory
-_TIMEOUT = 60.0  # seconds for which a request to read is tried again
+_TIMEOUT = 60.0  # seconds for which a request to read is tried again,
+_ONE_CALL = 2.0  # by calls of so many: Python sees Ctrl-C between two calls of obstore's only
 _MOST_PARTS = 9_000  # S3 takes 10,000 for one object
 # What fsspec's packages call the tag of an object, or the time at which it was written.
 _TAGS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "Last-Modified", "created")
@@ -234,11 +236,22 @@ class _FsspecFolder:
         with self._named(f"{name} cannot be read"):
             self._files.invalidate_cache()
             found = self._files.info(self._path(name))
+            if found["size"] is None or found.get("partial") is False:  # an HTTP server says so
+                raise self._without_ranges(name)
             return int(found["size"]), next((found[key] for key in _TAGS if found.get(key)), None)
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         with self._named(f"{name} cannot be read"):
-            return bytes(self._files.cat_file(self._path(name), start=offset, end=offset + nbytes))
+            found = self._files.cat_file(self._path(name), start=offset, end=offset + nbytes)
+            if len(found) > nbytes:  # the whole file
+                raise self._without_ranges(name)
+            return bytes(found)
+
+    def _without_ranges(self, name: str) -> RemoteError:
+        text = (
+            "its server sends whole files only (it ignores Range): download it, and open the copy"
+        )
+        return RemoteError(f"{self.url}/{name}: {text}")
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -263,6 +276,7 @@ class RemoteSource:
     Attributes:
         name: the URL.
         size: of the object (bytes).
+        is_wanted: whether a request that fails is tried again; cleared when its reader gave up.
     """
 
     def __init__(self, url: str) -> None:
@@ -278,23 +292,35 @@ class RemoteSource:
         if not self._name or (not slash and scheme in _OBSTORE_SCHEMES):
             raise ConfigError(f"{url}: names no file. A URL has the form s3://bucket/path/file")
         self.name = url
+        self.is_wanted = True
         self._pid = os.getpid()
-        with self._naming():
-            self._folder = remote_folder(f"{scheme}://{folder}", _TIMEOUT)
-            self._status = self._folder.status(self._name)
+        parent = f"{scheme}://{folder}"
+        self._folder = self._ask(lambda: remote_folder(parent, _ONE_CALL))
+        self._status = self._ask(lambda: self._folder.status(self._name))
         self.size = self._status[0]
 
-    @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise _not_found(self.name) from error
+    def _ask(self, call: Callable[[], _T]) -> _T:
+        """Return what a call of the store returns; it is repeated if it gave up only after a while.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            RemoteError: the store refuses, or fails for `_TIMEOUT` seconds.
+        """
+        until = monotonic() + _TIMEOUT
+        while True:
+            began = monotonic()
+            try:
+                return call()
+            except FileNotFoundError as error:
+                raise _not_found(self.name) from error
+            except RemoteError:
+                now = monotonic()
+                if now - began < _ONE_CALL or now > until or not self.is_wanted:
+                    raise
 
     def is_changed(self) -> bool:
         """Return whether the object was replaced since it was opened; errors as of `read_at`."""
-        with self._naming():
-            return self._folder.status(self._name) != self._status
+        return self._ask(lambda: self._folder.status(self._name)) != self._status
 
     def check_unchanged(self) -> None:
         """Raise if the object was replaced since it was opened.
@@ -316,11 +342,15 @@ class RemoteSource:
             ConfigError: this process was forked after the object was opened.
         """
         data = bytearray(max(0, nbytes))
-        self.read_to(memoryview(data), offset)
+        self._fill(memoryview(data), offset)
         return bytes(data)
 
     def read_to(self, view: memoryview, offset: int) -> None:
         """Fill host memory with the bytes from `offset` on; errors as of `read_at`."""
+        self.is_wanted = True
+        self._fill(view, offset)
+
+    def _fill(self, view: memoryview, offset: int) -> None:
         if os.getpid() != self._pid:  # without the store's threads no answer would come
             raise ConfigError(
                 f"{self.name}: it was opened before this process was forked. Open it in this "
@@ -332,8 +362,7 @@ class RemoteSource:
 
         def part(start: int) -> None:
             length = min(_CHUNK, nbytes - start)
-            with self._naming():
-                found = self._folder.read(self._name, offset + start, length)
+            found = self._ask(lambda: self._folder.read(self._name, offset + start, length))
             if len(found) != length:
                 raise TruncatedCheckpointError("the file became shorter while it was read")
             view[start : start + length] = found
@@ -343,7 +372,12 @@ class RemoteSource:
                 part(start)
             return
         with ThreadPoolExecutor(_CONCURRENT) as threads:
-            list(threads.map(part, range(0, nbytes, _CHUNK)))
+            try:
+                list(threads.map(part, range(0, nbytes, _CHUNK)))
+            except BaseException:
+                self.is_wanted = False
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
 
 
 class ReadAhead(io.RawIOBase):
@@ -390,6 +424,7 @@ class ReadAhead(io.RawIOBase):
             return len(found)
         except BaseException as error:
             self.failed = self.failed or error
+            self._source.is_wanted = False
             raise
 
     def _part(self, number: int) -> memoryview:

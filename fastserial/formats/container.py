@@ -230,7 +230,7 @@ class ZipContainer(FileContainer):
         if self.directory.find(PICKLE) is None:
             return ["there is no data.pkl: no checkpoint of torch.save"]
         twice = next(ambiguous_parts(self.directory), None)
-        some = [] if twice is None else [f"several records have the name {twice}, and differ"]
+        some = [f"several records have the name {twice.name}, and differ"] if twice else []
         return [*some, *super().notes()]
 
 

@@ -433,11 +433,12 @@ def record_stream(source: Source, record: RecordEntry) -> ByteStream:
     return ByteStream(BytesSource(read_record(source, record, _MOST_INFLATED)))
 
 
-def read_places(source: Source, unique: bool = True) -> Directory:
-    """Return the central directory, local headers read only if the writer was not torch.
+def read_places(source: Source, unique: bool = True, headers: bool = False) -> Directory:
+    """Return the central directory, with the place of each record's data as torch finds it.
 
     Args:
         unique: refuse an archive in which parts of the checkpoint have one name, and differ.
+        headers: read all local headers, not only those of other writers than torch.
 
     Raises:
         CorruptCheckpointError: the container is not to be trusted.
@@ -445,19 +446,22 @@ def read_places(source: Source, unique: bool = True) -> Directory:
             (without case): only torch's reader decides which it uses.
         OSError: the file cannot be read.
     """
-    directory = read_directory(source, headers=False)
+    directory = read_directory(source, headers=headers)
     first = next((record for record in directory.records if record.size), None)
-    if first is not None and not _is_placed(source, first):
+    if not headers and first is not None and not _is_placed(source, first):
         directory = read_directory(source)
     twice = next(ambiguous_parts(directory), None) if unique else None
     if twice is not None:
         text = "several records have this name: use torch.load, which takes one of them"
-        raise UnreadableCheckpointError(text, record=twice)
+        raise UnreadableCheckpointError(text, record=twice.name)
     return directory
 
 
-def ambiguous_parts(directory: Directory) -> Iterator[str]:
-    """Yield the names that several parts of a checkpoint have (without case) and differ in."""
+def ambiguous_parts(directory: Directory) -> Iterator[RecordEntry]:
+    """Yield parts of a checkpoint that have the name of an earlier one (without case), and differ.
+
+    Readers take one or another.
+    """
     seen: dict[str, RecordEntry] = {}
     for record in directory.records:
         name = record.name.lower()
@@ -465,7 +469,7 @@ def ambiguous_parts(directory: Directory) -> Iterator[str]:
         if other is record or not is_part(name):
             continue
         if (other.size, other.crc) != (record.size, record.crc) or not record.crc:
-            yield record.name
+            yield record
 
 
 def _is_placed(source: Source, record: RecordEntry) -> bool:

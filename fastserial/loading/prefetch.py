@@ -202,9 +202,10 @@ class Prefetch:
         self._group_of = {entry.name: group for group in self._unread for entry in group.entries}
         self._wanted: _RecordGroup | None = None  # that the caller waits for
         self._held = 0  # bytes of records that have memory and were not taken
-        checked = entries if verify else ()
-        self._index = {entry.name: index for index, entry in enumerate(checked)}
-        self._ledger = CrcLedger([entry.size for entry in checked], [None] * len(checked))
+        self._ledger: CrcLedger | None = None
+        if verify:
+            self._index = {entry.name: index for index, entry in enumerate(entries)}
+            self._ledger = CrcLedger([entry.size for entry in entries], [None] * len(entries))
         nbytes = sum(group.nbytes for group in self._unread)
         self._pump.expect(0, file.size, nbytes)
         file.bar.expect(nbytes)
@@ -335,8 +336,8 @@ class Prefetch:
     # -- what arrived --------------------------------------------------------------------------
 
     def _checked(self, entry: RecordEntry, sink: Sink, start: int) -> Sink:
-        index = self._index.get(entry.name)
-        return sink if index is None else CheckedSink(sink, self._ledger, index, start)
+        ledger = self._ledger
+        return sink if ledger is None else CheckedSink(sink, ledger, self._index[entry.name], start)
 
     def _accepted(
         self, record: _HostRecord | _DeviceRecord, nbytes: int
@@ -351,14 +352,14 @@ class Prefetch:
         """
         entry = record.entry
         is_valid = _is_header(record.header(), entry)
-        index = self._index.get(entry.name)
-        if index is not None:
+        if self._ledger is not None:
             path, name, offset = self._file.name, entry.name, entry.data_offset
             if not is_valid:
                 what = "its local header differs from the central directory"
                 raise CorruptCheckpointError(what, path=path, record=name, offset=offset)
             if entry.crc:  # 0: written without
-                check_crc(self._ledger.wait(index), entry.crc, path, name, offset)
+                found = self._ledger.wait(self._index[name])
+                check_crc(found, entry.crc, path, name, offset)
         return record.storage if is_valid and entry.size == nbytes else None
 
 

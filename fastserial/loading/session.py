@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-import resource
+import os
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
 from io import BytesIO
 from time import perf_counter
 from typing import Any, BinaryIO
@@ -20,26 +18,18 @@ from fastserial.config.performance import (
     SHORT_LOAD,
     SMALL_CACHED_LOAD,
     SMALL_LOAD,
-    MiB,
 )
-from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.errors import CorruptCheckpointError
 from fastserial.files.linux import cached_fraction
 from fastserial.files.sources import FileSource, file_source
-from fastserial.formats.extents import COUNT
+from fastserial.formats.zip_format import LOCAL_SIGNATURE
 from fastserial.interrupts import finish
 from fastserial.loading.prefetch import FastZipReader, Prefetch
 from fastserial.loading.pump import ReadCounts
-from fastserial.loading.reader import (
-    BytesSink,
-    FastFileReader,
-    ReadExtent,
-    report_load,
-    storage_sink,
-)
+from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.memory.devices import has_streams
 from fastserial.memory.held_settings import paused_collection
-from fastserial.memory.huge_pages import HugePages
-from fastserial.memory.storages import is_on_host
+from fastserial.reasons import Reason
 from fastserial.reports import HOST_ONLY
 
 
@@ -54,8 +44,7 @@ class _Open(threading.local):
 
 
 _open = _Open()
-_HEAP = 64 * MiB  # that malloc reserves for a thread, with glibc
-_STACK = 8 * MiB  # where the limit on stacks is none
+_LEGACY = Reason("the legacy container", "save it again in torch's zip format")
 
 
 class LoadSession:
@@ -67,7 +56,7 @@ class LoadSession:
         self.began = perf_counter()
         self.file: BinaryIO | None = None
         self.source: FileSource | None = None
-        self.used = False  # `_load` or `_legacy_load` has asked for it
+        self.used = False  # `_load` has asked for it
         self.container = "zip"
         self.fallback: str | None = None
         self.verified = False
@@ -91,10 +80,24 @@ class LoadSession:
         _open.loads = [load for load in _open.loads if load() not in (None, self)]
         try:
             finish(self._release)
-            if kind is None and self.used:
+            if kind is None and (self.used or self._is_legacy()):
                 self._check_and_publish()
         finally:
             self.opener.__exit__(kind, error, traceback)
+
+    def _is_legacy(self) -> bool:
+        """Return whether torch loaded a legacy file, of which `_load` knows nothing.
+
+        A zip that it did not load holds TorchScript, or torch only looked at it.
+        """
+        source = self.source
+        try:
+            if source is None or os.pread(source.fd, 4, source.start) == LOCAL_SIGNATURE:
+                return False
+        except OSError:  # the program has closed it
+            return False
+        self.container, self.fallback = "legacy", _LEGACY
+        return True
 
     def _release(self) -> None:
         self.pause.end()
@@ -136,40 +139,10 @@ class LoadSession:
             transfer=self.reader.transfer if self.reader is not None else HOST_ONLY,
         )
 
-    def open_reader(self, source: FileSource, needed: int = 0) -> FastFileReader:
-        """Open the file; `needed`: bytes that the storages will take in addition.
-
-        Raises:
-            MemoryError: a limit leaves too little address space for buffers and threads.
-        """
-        if not _has_room(self.config, needed):
-            raise MemoryError("little address space is left (ulimit -v)")
+    def open_reader(self, source: FileSource) -> FastFileReader:
+        """Open the file for reads ahead of torch's."""
         self.reader = FastFileReader(source.fd, self.config, name=source.name)
         return self.reader
-
-
-def _has_room(config: Config, needed: int) -> bool:
-    """Return whether a limit on address space (`ulimit -v`) leaves room for buffers and threads.
-
-    Under a limit a thread costs its whole stack, and the heap that malloc reserves for it: with a
-    limit of 600 MiB beyond the storages' bytes, torch could not allocate them.
-
-    Args:
-        config: the options in force.
-        needed: bytes that the storages will take.
-    """
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return True
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            taken = int(file.read().split()[0]) * mmap.PAGESIZE
-    except OSError:  # no /proc, or no descriptor free
-        return True
-    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
-    thread = _HEAP + (_STACK if stack == resource.RLIM_INFINITY else stack)
-    ours = config.threads * thread + config.queue_depth * config.block_size
-    return limit - taken - needed >= 2 * ours
 
 
 def current_session() -> LoadSession | None:
@@ -226,52 +199,3 @@ def _only_torchs_own() -> bool:
         getattr(restore, "func", restore).__module__ == serialization.__name__
         for _, _, restore in serialization._package_registry
     )
-
-
-# -- the legacy container ------------------------------------------------------------------------
-
-
-def read_storages(
-    reader: FastFileReader, storages: Mapping[Any, Any], keys: Sequence[Any], offset: int
-) -> int:
-    """Fill the storages, which are in the file in the order of `keys`, each after its count.
-
-    Args:
-        reader: the file.
-        storages: typed storages by key.
-        keys: keys in the order of the file.
-        offset: where the first count is (bytes).
-
-    Returns:
-        The first byte after the last storage.
-
-    Raises:
-        CorruptCheckpointError: the file is not as the pickle says; torch's own reader says what.
-        UnreadableCheckpointError: storages are on devices that we do not fill.
-        OSError: the disk failed.
-    """
-    if len(set(keys)) != len(keys) or not all(key in storages for key in keys):
-        raise CorruptCheckpointError("the list of storages is damaged")
-    untyped = [storages[key]._untyped_storage for key in keys]
-    if not all(is_on_host(storage) or has_streams(storage.device) for storage in untyped):
-        raise UnreadableCheckpointError("storages on other devices are torch's to read")
-    reader.attend(untyped)
-    extents: list[ReadExtent] = []
-    counts: list[tuple[BytesSink, bytes]] = []  # what is read, and what the pickle says
-    host: list[tuple[int, int]] = []
-    for key, storage in zip(keys, untyped, strict=True):
-        nbytes, item = storage.nbytes(), storages[key].dtype.itemsize
-        count = BytesSink(COUNT.size)
-        counts.append((count, COUNT.pack(nbytes // item)))
-        extents.append(ReadExtent(offset, COUNT.size, count))
-        offset += COUNT.size
-        if nbytes:
-            if is_on_host(storage):
-                host.append((storage.data_ptr(), nbytes))
-            extents.append(ReadExtent(offset, nbytes, storage_sink(storage, reader.ring)))
-            offset += nbytes
-    HugePages().advise_all(host)
-    reader.read_into(extents)
-    if any(count.data != expected for count, expected in counts):
-        raise CorruptCheckpointError("the size of a storage is not what the pickle says")
-    return offset

@@ -1,7 +1,7 @@
 """What torch's patched load functions call: the only connection of `torch.load` to fastserial.
 
-`open_source` replaces `_open_file_like` and records the file for this thread. `_load` and
-`_legacy_load`, which run inside it, then use that record. In doubt torch reads the file itself.
+`open_source` replaces `_open_file_like` and records the file for this thread. `_load`, which runs
+inside it, then uses that record. In doubt torch reads the file itself, and legacy files always.
 Names and arguments are part of every file in `patches/`.
 """
 
@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any, BinaryIO
 
 import torch
 
-from fastserial.config.performance import FEW_BYTES, FEW_LEGACY_BYTES
+from fastserial.config.performance import FEW_BYTES
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.sources import FileSource
 from fastserial.formats.source import DescriptorSource
@@ -36,12 +37,11 @@ from fastserial.loading.session import (
     current_session,
     device_of,
     is_small,
-    read_storages,
 )
 from fastserial.loading.unpickler import unpickler_module
 from fastserial.reasons import ASKED, QUICKER, Reason
 
-__all__ = ["load_legacy_storages", "open_source", "unpickler_module", "zip_reader"]
+__all__ = ["open_source", "unpickler_module", "zip_reader"]
 
 _NO_PLAIN_FILE = Reason(
     "not a plain file on a file system", "load from a path, or a plain file object"
@@ -117,7 +117,8 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
     sized = hasattr(stock, "get_record_size")  # since 2.7
     if source.size < count * FEW_BYTES and sized and not config.verify_on_load:
         # torch reads them faster than we could find them
-        _read_soon(source, 0)
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(source.fd, 0, 0, os.POSIX_FADV_WILLNEED)
         load.fallback = Reason("many small records", QUICKER)
         load.pause.begin()  # many objects, few bytes, a short load
         return FastZipReader(stock, source.name, limit)
@@ -148,57 +149,14 @@ def _read_ahead(
     if sys.is_finalizing():  # torch aborts if our memory is freed while the program ends
         load.fallback = "the interpreter is shutting down"
         return
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        # each thread of ours would take its stack and a heap of malloc's from what torch may use
+        load.fallback = Reason("the address space is limited", "ulimit -v unlimited")
+        return
     try:
-        reader = load.open_reader(source, source.size if device is None else 0)
+        reader = load.open_reader(source)
         load.prefetch = Prefetch(reader, records, load.config.verify_on_load, device)
     except Exception as error:  # no such engine, no memory: what torch reads is verified, too
         if raised_by_handler(error):
             raise
         load.fallback = str(error)
-
-
-def _read_soon(source: FileSource, start: int) -> None:
-    """Ask the kernel to read ahead what torch will read, from byte `start` on."""
-    with contextlib.suppress(OSError):
-        os.posix_fadvise(source.fd, start, 0, os.POSIX_FADV_WILLNEED)
-
-
-def load_legacy_storages(
-    file: Any,
-    storages: Mapping[Any, Any],
-    keys: Sequence[Any],
-    offset: int | None,
-) -> Sequence[Any]:
-    """Read all storages of a legacy checkpoint; return the keys that torch must still read.
-
-    Args:
-        file: what torch reads from.
-        storages: the typed storages by key, allocated.
-        keys: in the order of the file.
-        offset: where the first one starts (bytes), None if torch reads through Python.
-    """
-    load = current_session()
-    if load is None or load.file is not file:
-        return keys
-    load.used = True
-    load.container = "legacy"
-    source = load.source
-    if source is None or offset is None:
-        load.fallback = _NO_PLAIN_FILE
-    elif is_small(source, load.config):
-        load.fallback = Reason("a small file", QUICKER)
-    elif source.size - offset < len(keys) * FEW_LEGACY_BYTES:
-        _read_soon(source, offset)
-        load.fallback = Reason("many small storages", QUICKER)
-    else:
-        try:
-            end = read_storages(load.open_reader(source), storages, keys, offset)
-        except Exception as error:  # torch reads it again, and reports what is wrong
-            if raised_by_handler(error):
-                raise
-            load.fallback = str(error)
-        else:
-            source.file.seek(end)
-            return ()
-    _log.debug("torch reads %r itself: %s", file, load.fallback)
-    return keys

@@ -25,7 +25,7 @@ from fastserial.checkpoints.verify import VerifyReport, verify
 from fastserial.cli import inspect
 from fastserial.cli import verify as verify_module
 from fastserial.config import Config
-from fastserial.errors import CheckpointFileError, CorruptCheckpointError
+from fastserial.errors import CheckpointFileError
 from fastserial.files.linux import cached_fraction
 from fastserial.formats.source import BytesSource, DescriptorSource, Source
 from fastserial.formats.zip_format import RecordEntry, read_directory
@@ -281,8 +281,7 @@ def test_the_file_that_was_verified_is_read(
         monkeypatch.setattr(
             checkpoints_load, "_function", lambda: torch.load
         )  # a torch without a patch
-        with pytest.raises(CorruptCheckpointError, match="changed"):
-            load(path, verify=True)
+        assert load(path, verify=True)["a"].tolist() == [1.0] * 300
 
 
 # -- the command ---------------------------------------------------------------------------------

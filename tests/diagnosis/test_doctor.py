@@ -147,7 +147,6 @@ def test_nothing_to_find(healthy: Diagnosis) -> None:
         ({"file_system": "tmpfs", "alignment": None}, "memory", False),
         ({"file_system": "devtmpfs"}, "memory", False),
         ({"leftovers": (".a.fastserial-0.tmp",)}, ".a.fastserial-0.tmp", False),
-        ({"free_bytes": 1000}, "free", False),
     ],
 )
 def test_folder_findings(healthy: Diagnosis, folder: dict[str, Any], word: str, slow: Any) -> None:

@@ -93,11 +93,10 @@ def test_saves(tmp_path: Path, plug: Plug, word: str, zipped: bool) -> None:
         assert last_save().transfer_why == f"{asked}: cuFile 1.17"
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 @pytest.mark.parametrize("word", WORDS)
-def test_loads(tmp_path: Path, plug: Plug, word: str, zipped: bool) -> None:
+def test_loads(tmp_path: Path, plug: Plug, word: str) -> None:
     value, path = state(), tmp_path / "a.pt"
-    stocks(value, path, zipped)
+    stocks(value, path)
     for seed in SEEDS:
         fake = plug(seed)
         fastserial.install(**SMALL, transfer=word)

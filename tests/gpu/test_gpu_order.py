@@ -65,11 +65,10 @@ def test_save_of_what_a_kernel_still_writes(tmp_path: Path, zipped: bool) -> Non
 
 
 @pytest.mark.usefixtures("stream")
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-def test_load_where_kernels_wrote_a_moment_ago(tmp_path: Path, zipped: bool) -> None:
+def test_load_where_kernels_wrote_a_moment_ago(tmp_path: Path) -> None:
     """The allocator hands out memory that a queued kernel of this stream is still to write."""
     wanted = torch.arange(COUNT, dtype=torch.float32)
-    torch.save({"a": wanted}, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    torch.save({"a": wanted}, tmp_path / "a.pt")
     for _ in range(3):
         before = torch.empty(COUNT, device=DEVICE)
         slowly(before, -1.0)

@@ -53,8 +53,8 @@ def test_words(tmp_path: Path, word: str, zipped: bool) -> None:
     assert (saved.transfer, bool(saved.transfer_why)) == (TAKEN[word], True)
     loaded = torch.load(tmp_path / "a.pt", map_location=DEVICE)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
-    told = last_report()
-    assert told.transfer == ("cpu" if word == "cpu" and zipped else TAKEN[word])
+    if zipped:
+        assert last_report().transfer == ("cpu" if word == "cpu" else TAKEN[word])
 
 
 def resident(field: str = "VmRSS") -> int:
@@ -93,6 +93,8 @@ def test_memory(tmp_path: Path, zipped: bool) -> None:
     host, device = extra(save, 0)
     assert host <= 96 * MIB, host
     assert device <= 16 * MIB, device
+    if not zipped:  # torch loads it
+        return
     host, device = extra(lambda: torch.load(path, map_location=DEVICE), LARGE)
     assert host <= 96 * MIB, host
     assert device <= 16 * MIB, device
@@ -112,7 +114,8 @@ def test_past_the_host(tmp_path: Path, word: str, zipped: bool) -> None:
         assert (tmp_path / "a.pt").read_bytes() == stocks
         loaded = torch.load(tmp_path / "a.pt", map_location=DEVICE)
         assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
-        for told in (fastserial.last_save_report(), fastserial.last_load_report()):
+        loads = [fastserial.last_load_report()] if zipped else []  # torch loads legacy files
+        for told in (fastserial.last_save_report(), *loads):
             assert told is not None
             print(told.transfer, told.transfer_why)  # for docs/guide/gpu.md: pytest -s
             if missing(word) is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,8 +198,32 @@ def test_a_store_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     monkeypatch.setattr(remote, "_TIMEOUT", 0.5)
+    monkeypatch.setattr(remote, "_ONE_CALL", 0.1)  # Ctrl-C waits for one call, no longer
+    asked: list[int] = []
+    real = remote._ObstoreFolder.status
+    monkeypatch.setattr(
+        remote._ObstoreFolder, "status", lambda *args: asked.append(1) or real(*args)
+    )
     with pytest.raises(RemoteError):
         fastserial.inspect("s3://bucket/x.pt")
+    assert len(asked) > 1
+
+
+def test_a_server_that_ignores_ranges(tmp_path: Path) -> None:
+    """Its whole file is never taken for a part of it."""
+    pytest.importorskip("aiohttp")
+    torch.save(STATE, tmp_path / "x.pt")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}/x.pt"
+            for call in (fastserial.open, fastserial.load, fastserial.inspect):
+                with pytest.raises(RemoteError, match=rf"^{url}: .*Range.*: download it"):
+                    call(url)
+            assert fastserial.verify(url).status == "unreadable"
+        finally:
+            server.shutdown()
 
 
 @pytest.mark.parametrize("url", ["unknown://x/y.pt", "s3://bucketonly", "s3://bucket/folder/"])

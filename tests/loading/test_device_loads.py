@@ -50,29 +50,27 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """A checkpoint in each container, by whether it is a zip."""
-    folder = tmp_path_factory.mktemp("files")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint."""
+    path = tmp_path_factory.mktemp("files") / "a.pt"
     with stock():
-        for zipped in (True, False):
-            torch.save(state(), folder / f"{zipped}.pt", _use_new_zipfile_serialization=zipped)
-    return {zipped: folder / f"{zipped}.pt" for zipped in (True, False)}
+        torch.save(state(), path)
+    return path
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 @pytest.mark.parametrize("case", CASES)
-def test_values(files: dict[bool, Path], plug: Plug, zipped: bool, case: str) -> None:
-    wanted = torch.load(files[zipped])
+def test_values(file: Path, plug: Plug, case: str) -> None:
+    wanted = torch.load(file)
     fastserial.install(**SMALL | CASES[case])
     for seed in range(5):
         device = plug(seed)
-        assert same(torch.load(files[zipped], map_location=HERE), wanted)
+        assert same(torch.load(file, map_location=HERE), wanted)
         assert device.faults == []
         assert device.copies >= 5
         assert not any(stream.steps for stream in device._streams)
         assert last_report().transfer == "cpu_async_gpu", last_report()
         assert last_report().fallback is None
-        assert last_report().verified == (case == "verified" and zipped)
+        assert last_report().verified == (case == "verified")
 
 
 def is_loaded_after_the_kernels(device: FakeDevice, path: Path, verify: bool) -> bool:
@@ -96,11 +94,9 @@ def unsynchronized(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unsynchronized")
 @pytest.mark.parametrize("verify", [True, False])
-def test_into_tensors_that_kernels_still_write(
-    files: dict[bool, Path], plug: Plug, verify: bool
-) -> None:
+def test_into_tensors_that_kernels_still_write(file: Path, plug: Plug, verify: bool) -> None:
     for seed in range(10):
-        assert is_loaded_after_the_kernels(plug(seed), files[True], verify)
+        assert is_loaded_after_the_kernels(plug(seed), file, verify)
         assert last_report().transfer == "cpu_async_gpu"
 
 
@@ -124,7 +120,7 @@ BUGS = [("arrive", never_waits), ("arrive", waits_once), ("join", never_follows)
 @pytest.mark.usefixtures("unsynchronized")
 @pytest.mark.parametrize(("method", "bug"), [*BUGS, ("settle", lambda ring: None)])
 def test_bugs_that_are_put_in_are_found(
-    files: dict[bool, Path],
+    file: Path,
     plug: Plug,
     monkeypatch: pytest.MonkeyPatch,
     method: str,
@@ -135,7 +131,7 @@ def test_bugs_that_are_put_in_are_found(
     found = 0
     for seed in range(60):
         try:
-            found += not is_loaded_after_the_kernels(plug(seed), files[True], False)
+            found += not is_loaded_after_the_kernels(plug(seed), file, False)
         except Fault:
             found += 1
     assert found
@@ -145,11 +141,11 @@ def test_bugs_that_are_put_in_are_found(
 
 
 @pytest.mark.parametrize("place", ["cpu:0", HERE])
-def test_places(files: dict[bool, Path], plug: Plug, place: Any) -> None:
+def test_places(file: Path, plug: Plug, place: Any) -> None:
     """Where the caller says."""
 
     def outcome() -> tuple[Any, ...]:
-        value, _, *others = attempt(lambda: torch.load(files[True], map_location=place)).seen()
+        value, _, *others = attempt(lambda: torch.load(file, map_location=place)).seen()
         return value, *others  # but for what may be resized: on a device, all of it may
 
     with stock():
@@ -161,10 +157,10 @@ def test_places(files: dict[bool, Path], plug: Plug, place: Any) -> None:
 
 
 @pytest.mark.parametrize("place", [None, b"cpu", lambda storage, place: storage, {"cpu": "cpu"}])
-def test_places_that_only_torch_knows(files: dict[bool, Path], plug: Plug, place: Any) -> None:
+def test_places_that_only_torch_knows(file: Path, plug: Plug, place: Any) -> None:
     with stock():
-        wanted = attempt(lambda: torch.load(files[True], map_location=place)).seen()
+        wanted = attempt(lambda: torch.load(file, map_location=place)).seen()
     device = plug(1)
     fastserial.install(**SMALL)
-    assert attempt(lambda: torch.load(files[True], map_location=place)).seen() == wanted
+    assert attempt(lambda: torch.load(file, map_location=place)).seen() == wanted
     assert not device.copies

@@ -143,18 +143,15 @@ def test_what_a_signal_handler_raises_is_raised(
 
 
 @pytest.mark.parametrize(
-    ("fmt", "module", "function"),
+    ("module", "function"),
     [
-        ("zip", session, "_has_room"),
-        ("zip", prefetch_module, "_groups_of"),
-        ("zip", prefetch_module, "new_storage"),
-        ("legacy", session, "_has_room"),
-        ("legacy", session, "storage_sink"),
+        (session, "FastFileReader"),
+        (prefetch_module, "_groups_of"),
+        (prefetch_module, "new_storage"),
     ],
 )
 @pytest.mark.parametrize("error", [RuntimeError("alarm"), OSError(errno.EIO, "alarm")])
 def test_a_handler_may_raise_while_the_read_ahead_is_planned(
-    fmt: str,
     module: Any,
     function: str,
     error: Exception,
@@ -171,7 +168,7 @@ def test_a_handler_may_raise_while_the_read_ahead_is_planned(
 
     file = tmp_path / "f.pt"
     with stock():
-        torch.save([noise(MIB)], file, _use_new_zipfile_serialization=fmt == "zip")
+        torch.save([noise(MIB)], file)
     monkeypatch.setattr(module, function, interrupted)
     before = signal.signal(signal.SIGUSR1, handler)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
-import json
 import re
 import shutil
 import textwrap
@@ -231,7 +230,7 @@ def test_new_adds_the_hashes_of_a_patch_release(torch_copy: Path, folder: Path) 
     assert applies(torch_copy, folder)
     assert applies(other, folder)
     hashes = [len(one.hashes) for one in read_patch(made.stem, folder).edits]
-    assert sorted(hashes) == [1, 1, 1, 1, 1, 2]
+    assert sorted(hashes) == [1, 1, 1, 1, 2]
 
 
 def test_an_edit_written_by_hand(torch_copy: Path, folder: Path) -> None:
@@ -279,12 +278,11 @@ def test_cli(torch_copy: Path, folder: Path, tmp_path: Path) -> None:
     assert "+    from fastserial.patching import save_hooks" in output
     assert invoke("show", "--torch", torch_copy) == (0, output)
 
-    code, output = invoke("check", "--json")
+    code, output = invoke("check")
     assert code == 0
-    report = json.loads(output)
-    assert (report["patch"], report["exact"], report["ok"]) == (name, True, True)
-    assert report["functions"] == dict.fromkeys(EDITS)
-    assert "the patch applies" in invoke("check")[1]
+    assert f"patch {name}, made for it" in output
+    assert output.count(": ok") == len(EDITS)
+    assert "the patch applies" in output
 
     edit_save(torch_copy)
     set_version(torch_copy, "99.1.0")

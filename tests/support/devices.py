@@ -21,7 +21,6 @@ from fastserial.checkpoints import tensor_read
 from fastserial.loading import reader, session
 from fastserial.memory import buffers, devices
 from fastserial.memory.devices import Pinned
-from fastserial.patching import load_hooks
 
 _POISON = 0xA5
 
@@ -224,11 +223,10 @@ def loaded_to(
     is_on_host: Callable[[torch.UntypedStorage], bool],
 ) -> None:
     """Let loads take the host's tensors for the device's, but for storages that are on the host."""
-    for module in (session, reader, tensor_read):
+    for module in (reader, tensor_read):
         patch.setattr(module, "is_on_host", is_on_host)
     patch.setattr(session, "has_streams", lambda place: True)
     # nothing of the host's comes for free: a real device's caller is waited for
     patch.setattr(reader, "synchronize", lambda found: device.finish())
     patch.setattr(torch.cpu, "current_device", lambda: 0)
-    patch.setattr(load_hooks, "FEW_LEGACY_BYTES", 0)
     patch.setattr(session, "_HOST", "host")

@@ -98,7 +98,6 @@ def forced(monkeypatch: pytest.MonkeyPatch, large: int) -> Iterator[None]:
 
     with monkeypatch.context() as patch:
         patch.setattr(load_hooks, "FEW_BYTES", 0)
-        patch.setattr(load_hooks, "FEW_LEGACY_BYTES", 0)
         for module in (reader, prefetch):
             patch.setattr(module, "IN_PLACE", large)
         yield

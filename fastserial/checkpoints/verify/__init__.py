@@ -133,15 +133,14 @@ def _verify_remote(url: str, report: VerifyReport) -> bool:
 
 
 def _verify_source(source: RemoteSource, report: VerifyReport) -> None:
-    part = RemotePart(source)
-    report.bytes = part.size
-    found = detect(part, source.name)
+    report.bytes = source.size
+    found = detect(source, source.name)
     if found in (Format.ZIP, Format.DAMAGED_ZIP):
-        verify_zip(part, report)
+        verify_zip(RemotePart(source), report)
     elif found is Format.SAFETENSORS:
         report.format = found.value
         report.notes.append("safetensors files have no checksums: structure only")
-        report.records = len(SafetensorsContainer(part).outline.storages)
+        report.records = len(SafetensorsContainer(source).outline.storages)
     else:
         report.undecided("of files at URLs, zip and safetensors can be verified: download it")
 

@@ -6,7 +6,6 @@ import contextlib
 import io
 import pickletools
 import re
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -18,7 +17,9 @@ from fastserial.errors import (
     CheckpointFileError,
     CorruptCheckpointError,
     PickleLimitError,
+    RemoteError,
     TransferAbandonedError,
+    TruncatedCheckpointError,
 )
 from fastserial.files.remote import ReadAhead, RemoteSource
 from fastserial.formats import zip_format, zip_layout
@@ -35,6 +36,7 @@ from fastserial.formats.zip_format import (
     Directory,
     LocalHeader,
     RecordEntry,
+    ambiguous_parts,
     is_part,
     parse_local_header,
     read_directory,
@@ -81,7 +83,7 @@ class FilePart:
             spans: in the order of the file, without overlaps.
         """
         if self._is_small:
-            return [self._alone(start, nbytes) for start, nbytes in spans]
+            return [_crc_alone(self.source, *span) for span in spans]
         ledger = CrcLedger([nbytes for _, nbytes in spans], [None] * len(spans))
         extents = [
             ReadExtent(self._start + start, nbytes, CheckedSink(None, ledger, index))
@@ -93,25 +95,12 @@ class FilePart:
         except CorruptCheckpointError:  # it became shorter
             ledger.fail()
         except OSError:
-            return [self._alone(start, nbytes) for start, nbytes in spans]
+            return [_crc_alone(self.source, *span) for span in spans]
         return [_crc_of(ledger, index) if nbytes else 0 for index, (_, nbytes) in enumerate(spans)]
-
-    def _alone(self, start: int, nbytes: int) -> int | OSError | None:
-        """Return the CRC-32 of a span of a file some of which cannot be read."""
-        crc = 0
-        try:
-            for at in range(start, start + nbytes, STREAM_CHUNK):
-                length = min(STREAM_CHUNK, start + nbytes - at)
-                crc = crc32(self.source.read_at(at, length), crc)
-        except CorruptCheckpointError:
-            return None
-        except OSError as error:
-            return error
-        return crc
 
 
 class RemotePart:
-    """A file at a URL, which is read once: what lies between its records is kept.
+    """A file at a URL, which is read ahead, in its order.
 
     Attributes:
         size: of the file (bytes).
@@ -120,35 +109,38 @@ class RemotePart:
     def __init__(self, remote: RemoteSource) -> None:
         self.source: Source = self
         self.size = remote.size
-        self._remote = remote
-        self._starts: list[int] = []  # of what is kept,
-        self._texts: list[bytes] = []  # ... and its bytes
+        self._file = io.BufferedReader(ReadAhead(remote))
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes from `offset` on; errors as of `RemoteSource`."""
-        index = bisect_right(self._starts, offset) - 1
-        if index >= 0:
-            start, text = self._starts[index], self._texts[index]
-            if offset + nbytes <= start + len(text):
-                return text[offset - start : offset - start + nbytes]
-        return self._remote.read_at(offset, nbytes)
+        if offset < 0 or offset + nbytes > self.size:
+            raise TruncatedCheckpointError(f"the file ends at byte {self.size}: truncated")
+        self._file.seek(offset)
+        return self._file.read(nbytes)
 
-    def checksums(self, spans: Sequence[Span]) -> list[int | OSError | None]:
-        """Return the CRC-32 of each span, as `FilePart.checksums`."""
-        found: list[int | OSError | None] = []
-        at = 0
-        with io.BufferedReader(ReadAhead(self._remote)) as file:
-            for start, nbytes in spans:
-                if start - at <= _LONGEST_GAP:
-                    file.seek(at)
-                    self._starts.append(at)
-                    self._texts.append(file.read(start - at))
-                file.seek(start)
-                at, crc = start + nbytes, 0
-                for done in range(0, nbytes, STREAM_CHUNK):
-                    crc = crc32(file.read(min(STREAM_CHUNK, nbytes - done)), crc)
-                found.append(crc)
-        return found
+    def checksums(self, spans: Sequence[Span]) -> Iterator[int | OSError | None]:
+        """Yield the CRC-32 of each span, as `FilePart.checksums`, read when it is asked for."""
+        return (_crc_alone(self, *span) for span in spans)
+
+
+def _crc_alone(source: Source, start: int, nbytes: int) -> int | OSError | None:
+    """Return the CRC-32 of a span, which the calling thread reads; as `FilePart.checksums`.
+
+    Raises:
+        RemoteError: a remote store fails, which is no damage.
+    """
+    crc = 0
+    try:
+        for at in range(start, start + nbytes, STREAM_CHUNK):
+            length = min(STREAM_CHUNK, start + nbytes - at)
+            crc = crc32(source.read_at(at, length), crc)
+    except CorruptCheckpointError:
+        return None
+    except RemoteError:
+        raise
+    except OSError as error:
+        return error
+    return crc
 
 
 def _crc_of(ledger: CrcLedger, index: int) -> int | None:
@@ -184,20 +176,30 @@ def verify_zip(archive: FilePart | RemotePart, report: VerifyReport) -> None:
         directory = read_directory(source)
     records = directory.in_file_order()
     report.records = len(records)
-    crcs = archive.checksums([(record.data_offset, record.compressed_size) for record in records])
-    check = _compare_with_torch if torch_made else _check_loosely
-    problems = list(check(source, directory))
     outline = _outline(source, directory, report)
-    for record, stored in zip(records, crcs, strict=True):
-        deflated = record.method == DEFLATED and _can_be_checked(record)
-        crc = _inflated_crc(source, record) if deflated else stored
-        problems += _check_record(record, crc, report)
+    problems = list(_check_ends(source, directory, torch_made))
+    crcs = iter(
+        archive.checksums([(record.data_offset, record.compressed_size) for record in records])
+    )
+    for before, after in zip((None, *records), (*records, None), strict=True):
+        if torch_made:
+            problems += _check_gap(source, before, after, directory.end.directory_offset)
+        if after is None:
+            continue
+        if not torch_made:
+            problems += _check_loosely(source, after)
+        crc = next(crcs)
+        if after.method == DEFLATED and _can_be_checked(after):
+            crc = _inflated_crc(source, after)
+        problems += _check_record(after, crc, report)
     problems.sort(key=lambda problem: problem.offset or 0)
     for problem in problems:
         report.add(_with_tensors(problem, outline))
     if outline is not None and not any(problem.record == PICKLE for problem in problems):
         _check_storages(outline, report)
-    _check_names(directory, report)
+    for record in ambiguous_parts(directory):
+        message = "several records have this name and differ: readers take one or another"
+        report.add(Problem("directory", message, record.name, record.header_offset))
     _check_purpose(source, directory, report)
     closed = sum(not _can_be_checked(record) for record in records)
     if closed:
@@ -269,20 +271,6 @@ def _outline(source: Source, directory: Directory, report: VerifyReport) -> Outl
     return outline
 
 
-def _check_names(directory: Directory, report: VerifyReport) -> None:
-    """Find records with one name, as torch compares names: readers use one or another."""
-    first: dict[bytes, RecordEntry] = {}
-    for record in directory.records:
-        other = first.setdefault(record.full_name.lower(), record)
-        if (other.size, other.crc) == (record.size, record.crc):
-            continue
-        if is_part(record.name) or is_part(other.name):
-            message = "several records have this name and differ: readers take one or another"
-            report.add(Problem("directory", message, record.name, record.header_offset))
-        else:
-            report.notes.append(f"several records have the name {record.name}")
-
-
 def _check_storages(outline: Outline, report: VerifyReport) -> None:
     """Compare the records' sizes with those of the storages in the pickle."""
     for key, entry in outline.storages.items():
@@ -351,48 +339,58 @@ def _is_dated(source: Source, record: RecordEntry) -> bool:
 # -- the structure ---------------------------------------------------------------------------------
 
 
-def _compare_with_torch(source: Source, directory: Directory) -> Iterator[Problem]:
-    """Compare all bytes except the data with those that torch writes.
+def _check_ends(source: Source, directory: Directory, torch_made: bool) -> Iterator[Problem]:
+    """Check the central directory's entries, and the records at the end of the file.
 
     Raises:
         OSError: the end of the file cannot be read.
     """
+    end = directory.end
+    if not torch_made:
+        if not end.agrees:
+            yield Problem("directory", "the end records disagree", None, end.offset)
+        length = source.read_at(end.offset + zip_format.END.size - 2, 2)
+        if int.from_bytes(length, "little") > end.trailing:
+            yield Problem("truncated", "its comment is cut short", None, end.offset)
+        return
     for record in directory.records:
         wide = zip_layout.zip64_field(record.size, record.compressed_size, record.header_offset)
         sound = _is_plain(record) and record.extra == wide and (record.size or not record.crc)
         if not sound:
             yield Problem("directory", "fields of its entry are damaged", record.name)
-    size, offset = directory.end.directory_size, directory.end.directory_offset
-    expected = zip_layout.end_records(len(directory.records), size, offset)
-    start = offset + size
+    start = end.directory_offset + end.directory_size
+    expected = zip_layout.end_records(
+        len(directory.records), end.directory_size, end.directory_offset
+    )
     if source.read_at(start, min(len(expected), directory.size - start)) != expected:
         yield Problem("directory", "the records at the end of the file are damaged", None, start)
-    records = directory.in_file_order()
-    for before, after in zip((None, *records), (*records, None), strict=True):
-        start = before.data_end if before is not None else 0
-        end = after.data_offset if after is not None else offset
-        if end - start > _LONGEST_GAP:
-            yield Problem("unaccounted", f"{end - start} bytes belong to no record", None, start)
-            continue
-        try:
-            data = source.read_at(start, end - start)
-        except OSError as error:
-            text = f"{end - start} bytes cannot be read: {error.strerror}"
-            yield Problem("read", text, None, start)
-        else:
-            yield from _check_gap(before, after, data, start)
 
 
 def _check_gap(
-    before: RecordEntry | None, after: RecordEntry | None, data: bytes, start: int
+    source: Source, before: RecordEntry | None, after: RecordEntry | None, stop: int
 ) -> Iterator[Problem]:
     """Compare the bytes between two records with what torch writes there.
 
     Args:
-        before, after: the records whose data ends where `data` starts, and starts where it ends.
-        data: the bytes.
-        start: their offset in the file.
+        before, after: the records; None at the beginning and at the end.
+        stop: where the last record's bytes end (bytes).
+
+    Raises:
+        RemoteError: a remote store fails.
     """
+    start = before.data_end if before is not None else 0
+    end = after.data_offset if after is not None else stop
+    if end - start > _LONGEST_GAP:
+        yield Problem("unaccounted", f"{end - start} bytes belong to no record", None, start)
+        return
+    try:
+        data = source.read_at(start, end - start)
+    except RemoteError:
+        raise
+    except OSError as error:
+        text = f"{end - start} bytes cannot be read: {error.strerror}"
+        yield Problem("read", text, None, start)
+        return
     descriptor = b""
     if before is not None and before.has_descriptor:
         sizes = before.compressed_size, before.size
@@ -421,31 +419,22 @@ def _header(record: RecordEntry, length: int) -> bytes | None:
     return zip_layout.local_header(record.full_name, size, record.header_offset, padding, *kind)
 
 
-def _check_loosely(source: Source, directory: Directory) -> Iterator[Problem]:
-    """Check what torch's reader uses of an archive of another writer.
+def _check_loosely(source: Source, record: RecordEntry) -> Iterator[Problem]:
+    """Check what torch's reader uses of a record of another writer.
 
     Raises:
         OSError: the file cannot be read.
     """
-    for record in directory.records:
-        disk, _, attributes = record.stamp[4:]
-        if disk not in (0, 1):
-            text = "its entry says that it is in another part of the archive"
-            yield Problem("directory", text, record.name)
-        elif attributes & _IS_FOLDER and record.size:
-            yield Problem("directory", "its entry says that it is a folder", record.name)
-        data = source.read_at(record.header_offset, record.data_offset - record.header_offset)
-        contradiction = _contradiction(parse_local_header(data, record.name), record)
-        if contradiction:
-            yield Problem("header", contradiction, record.name, record.header_offset)
-    end = directory.end
-    if not end.agrees:
-        yield Problem("directory", "the end records disagree", None, end.offset)
-    if (
-        int.from_bytes(source.read_at(end.offset + zip_format.END.size - 2, 2), "little")
-        > end.trailing
-    ):
-        yield Problem("truncated", "its comment is cut short", None, end.offset)
+    disk, _, attributes = record.stamp[4:]
+    if disk not in (0, 1):
+        text = "its entry says that it is in another part of the archive"
+        yield Problem("directory", text, record.name)
+    elif attributes & _IS_FOLDER and record.size:
+        yield Problem("directory", "its entry says that it is a folder", record.name)
+    data = source.read_at(record.header_offset, record.data_offset - record.header_offset)
+    contradiction = _contradiction(parse_local_header(data, record.name), record)
+    if contradiction:
+        yield Problem("header", contradiction, record.name, record.header_offset)
 
 
 def _contradiction(header: LocalHeader, record: RecordEntry) -> str | None:

@@ -45,7 +45,6 @@ from fastserial.formats.zip_format import (
     END_SIGNATURE,
     LOCAL_SIGNATURE,
     all_checksums,
-    read_directory,
     read_places,
     read_record,
 )
@@ -135,8 +134,7 @@ def check_archive(data: bytes) -> bool:
     if not data.startswith(LOCAL_SIGNATURE) and data[-END.size :][:4] != END_SIGNATURE:
         return False
     source = BytesSource(data)
-    read_places(source)  # refuses parts of one name
-    directory = read_directory(source)  # where torch finds a record, its local header says
+    directory = read_places(source, headers=True)
     for record in directory.records:
         if record.crc:
             check_crc(crc32(read_record(source, record, len(data))), record.crc, None, record.name)
