@@ -42,7 +42,7 @@ def replace_bytes(path: str, data: bytes, durable: bool = True) -> None:
             _overwrite(path, data, durable)
             return
         try:
-            _write(file.fd, data)
+            linux.write_all(file.fd, memoryview(data), 0)
             file.sync()
             file.commit()
         except BaseException:
@@ -58,7 +58,7 @@ def _overwrite(path: str, data: bytes, durable: bool) -> None:
     is_new = not os.path.lexists(path)
     try:
         with open(path, "wb", buffering=0) as file:
-            _write(file.fileno(), data)
+            linux.write_all(file.fileno(), memoryview(data), 0)
             if durable:
                 linux.synced(file.fileno())
     except BaseException:
@@ -66,12 +66,6 @@ def _overwrite(path: str, data: bytes, durable: bool) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         raise
-
-
-def _write(fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
 
 
 def sync_folders(folders: Iterable[str]) -> None:

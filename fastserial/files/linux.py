@@ -175,6 +175,20 @@ def preadv(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
         return len(data)
 
 
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Write bytes to a file from byte `offset` on.
+
+    Raises:
+        OSError: the disk is full or failed.
+    """
+    while data:
+        written = os.pwrite(fd, data, offset)
+        if written == 0:
+            raise OSError(errno.EIO, f"{len(data)} bytes were not written")
+        offset += written
+        data = data[written:]
+
+
 def synced(fd: int) -> bool:
     """Put an open file or directory on its device; False where the file system cannot.
 
@@ -198,15 +212,6 @@ def free_bytes(file: int | str) -> int:
     """
     stats = os.statvfs(file)
     return stats.f_bavail * stats.f_frsize
-
-
-def is_out_of_inodes(path: str) -> bool:
-    """Return whether the file system can hold no more files, however small."""
-    try:
-        stats = os.statvfs(path)
-    except OSError:
-        return False
-    return stats.f_files > 0 and stats.f_favail == 0
 
 
 def is_read_only(path: str) -> bool:
@@ -314,7 +319,9 @@ def open_direct(fd: int, flags: int, block_size: int, files: Descriptors) -> Dir
 
 
 def reserve(fd: int, offset: int, nbytes: int, config: Config) -> None:
-    """Reserve the space of a new file, if options and file system are for it.
+    """Reserve the space of a large new file: a full disk is noticed early, extents are contiguous.
+
+    Not where the file system compresses: it would keep the full size.
 
     Args:
         fd: of the file.
@@ -324,8 +331,7 @@ def reserve(fd: int, offset: int, nbytes: int, config: Config) -> None:
     Raises:
         OSError: there is not enough space.
     """
-    wanted = config.preallocate and nbytes > config.small_file
-    if wanted and (config.direct is True or not compresses(fd)):
+    if nbytes > config.small_file and (config.direct is True or not compresses(fd)):
         preallocate(fd, offset, nbytes)
 
 

@@ -45,11 +45,12 @@ from fastserial.files.linux import (
     fits,
     is_fast,
     open_direct,
+    write_all,
 )
 from fastserial.formats.extents import Data, Extent
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory.buffers import BufferPool, on_host, open_ring
-from fastserial.memory.held_settings import paused_collection, quick_switches
+from fastserial.memory.held_settings import Hold, paused_collection, quick_switches
 from fastserial.memory.storages import StorageMemory
 from fastserial.reasons import QUICKER, SEE_DOCTOR, Reason
 from fastserial.reports import HOST_ONLY, Transfer
