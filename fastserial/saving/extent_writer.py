@@ -60,7 +60,6 @@ from fastserial.saving.fill import (
     device_memory,
     fill,
     fill_request,
-    write_all,
 )
 
 if TYPE_CHECKING:
@@ -236,7 +235,7 @@ class ExtentWriter:
         self._queue: RequestQueue | None = None  # ... and its engine,
         self._trial: Trial | None = None  # ... of the device, while it lasts
         self._devices = DeviceBlocks(config)
-        self._turns = quick_switches()  # other threads release the interpreter's lock sooner
+        self._turns: Hold | None = None  # other threads release the interpreter's lock sooner
         self._plain_buffer = bytearray()  # of blocks that need no engine
         self._block: list[Extent] = []  # of the block that is not full yet
         self._block_end = 0  # where that ends in the file so far
@@ -306,7 +305,8 @@ class ExtentWriter:
 
     def _free(self) -> None:
         self.outcome.transfer = self._devices.transfer
-        self._turns.end()
+        if self._turns is not None:
+            self._turns.end()
         if self._ledger is not None:
             self._ledger.end()
         if self._queue is not None:
@@ -374,6 +374,7 @@ class ExtentWriter:
 
     def _begin(self) -> Route:
         """Choose the route and start its engine, if there is memory for that."""
+        self._turns = quick_switches()
         self._turns.begin()
         route = choose_route(self._fd, self._files, self._config, self._expected)
         try:
