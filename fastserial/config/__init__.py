@@ -208,7 +208,8 @@ def current(**overrides: Any) -> Config:
             impossible value.
     """
     global _last
-    _check_names(overrides)
+    if overrides:
+        _check_names(overrides)
     values = {**_from_environment(), **_installed, **_scoped.get(), **overrides}
     if not values:
         return _DEFAULT

@@ -184,7 +184,7 @@ def check_replaceable(target: PathTarget, directory: int) -> None:
         OSError: nothing can be written there, by torch neither.
     """
     there, path = target.there, target.path
-    magic = linux.magic_of(target.where)
+    magic = linux.magic_of(directory)
     if magic == linux.PROC:
         raise CannotReplace(_NO_FILE)
     if there is not None and not stat.S_ISLNK(there.st_mode):
@@ -495,8 +495,10 @@ class Replacement:
             OSError: the target is still the old file, unless only the last sync failed.
         """
         nameless, base, directory = self.named is None, self._base, self._directory
-        self._update_attributes()
-        if not (nameless and self.target.there is None and self._link(base)):
+        is_new = self.target.there is None
+        if not is_new:
+            self._update_attributes()
+        if not (is_new and nameless and self._link(base)):
             named = self.named or self._link_temporarily()
             self._hold_replaced()
             os.rename(named, base, src_dir_fd=directory, dst_dir_fd=directory)
@@ -510,7 +512,7 @@ class Replacement:
 
     def _update_attributes(self) -> None:
         """Give the new file the attributes that the old one got since, such as by `chmod 600`."""
-        there = _status(self._base, self._directory) if self.target.there is not None else None
+        there = _status(self._base, self._directory)
         try:
             found = self._attributes(there)
             if found is not None and found != self._kept:

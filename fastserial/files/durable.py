@@ -1,4 +1,4 @@
-"""Small text files and folders, written durably: they mark a checkpoint as complete."""
+"""Small files and folders, written durably: they mark a checkpoint as complete."""
 
 from __future__ import annotations
 
@@ -14,15 +14,6 @@ from fastserial.interrupts import Descriptors
 
 # Some file systems cannot sync a directory; their metadata is synchronous, or without a guarantee.
 _CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPERM)
-
-
-def replace_text(path: str, text: str) -> None:
-    """Replace a text file as a whole and durably; as `replace_bytes`.
-
-    Raises:
-        WriteError: the file cannot be written.
-    """
-    replace_bytes(path, text.encode())
 
 
 def replace_bytes(path: str, data: bytes, durable: bool = True) -> None:

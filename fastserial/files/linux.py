@@ -75,8 +75,9 @@ _LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _statx = getattr(_libc, "statx", None)
-_statfs = _libc.statfs
+_statfs, _fstatfs = _libc.statfs, _libc.fstatfs
 _statfs.argtypes = (ctypes.c_char_p, _StatFs)
+_fstatfs.argtypes = (ctypes.c_int, _StatFs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +115,14 @@ def reopen(fd: int, flags: int, files: Descriptors) -> int:
     return files.open(f"/proc/self/fd/{fd}", flags)
 
 
-def magic_of(path: str) -> int:
-    """Return the number of the file system's type (`f_type` of statfs) that holds `path`.
+def magic_of(file: str | int) -> int:
+    """Return the number of the file system's type (`f_type` of statfs) that holds a path or fd.
 
     0 if that is unknown.
     """
     words = _StatFs()
-    return words[0] & 0xFFFFFFFF if _statfs(os.fsencode(path), words) == 0 else 0
+    status = _fstatfs(file, words) if isinstance(file, int) else _statfs(os.fsencode(file), words)
+    return words[0] & 0xFFFFFFFF if status == 0 else 0
 
 
 def mount_of(path: str) -> int:
@@ -228,10 +230,10 @@ def is_append_only(fd: int) -> bool:
 
 
 def _has_attribute(
-    attribute: int, fd: int, path: str = "", flags: int = _AT_EMPTY_PATH
+    attribute: int, fd: int, path: bytes = b"", flags: int = _AT_EMPTY_PATH
 ) -> bool | None:
     """Return whether a file has an attribute of `statx`, None if the kernel does not report it."""
-    found = _statx_of(fd, os.fsencode(path), flags, 0)
+    found = _statx_of(fd, path, flags, 0)
     if found is None:
         return None
     attributes, known = _ATTRIBUTES.unpack_from(found)
@@ -246,7 +248,8 @@ def is_mount_point(path: str, parent_device: int) -> bool:
         parent_device: `st_dev` of its directory, for kernels that do not report it (before 5.8). On
             overlayfs the devices of file and directory may differ without any mount.
     """
-    found = _has_attribute(_STATX_ATTR_MOUNT_ROOT, _AT_FDCWD, path, _AT_SYMLINK_NOFOLLOW)
+    name, flags = os.fsencode(path), _AT_SYMLINK_NOFOLLOW
+    found = _has_attribute(_STATX_ATTR_MOUNT_ROOT, _AT_FDCWD, name, flags)
     return os.stat(path).st_dev != parent_device if found is None else found
 
 

@@ -45,7 +45,7 @@ from fastserial.console import say
 from fastserial.engines.deepspeed.aio_op import AioSettings
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine as AioEngine
 from fastserial.errors import ConfigError, FastserialError
-from fastserial.files.durable import replace_text, sync_folders
+from fastserial.files.durable import replace_bytes, sync_folders
 from fastserial.integrations.deepspeed_full import load_full, save_full
 from fastserial.overlap.asynchronous import start_save
 from fastserial.overlap.pending import PendingSave
@@ -203,7 +203,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         failure: Exception | None = None
         if dist.get_rank() == 0 and self.info is not None:
             try:
-                replace_text(os.path.join(save_dir, _LATEST), self.info.tag)
+                replace_bytes(os.path.join(save_dir, _LATEST), self.info.tag.encode())
             except OSError as error:
                 failure = error
         _raise_on_all(failure, _LATEST)

@@ -105,12 +105,8 @@ class Route:
     fallback: Reason | None = None
 
     def after_trial(self, fast: bool) -> Route:
-        """Return the route once the device was measured."""
+        """Return the route once the device was measured, or goes past the host: that is fast."""
         return replace(self, kind="direct" if fast else "cached")
-
-    def past_the_host(self) -> Route:
-        """Return the route for device memory that does not pass through the host."""
-        return replace(self, kind="direct")
 
     def refused(self) -> Route:
         """Return the route of a file that refused a direct write."""
@@ -386,7 +382,7 @@ class ExtentWriter:
         self.outcome.engine = self._queue.engine.name
         refusal = None if route.direct_fd >= 0 else route.fallback or _SWITCHED_OFF
         if self._devices.open_path(self._queue.engine, self._fd, refusal):
-            route = route.past_the_host()
+            route = route.after_trial(True)
         self._trial = Trial(self._fd) if route.kind == "trial" else None
         return self._take(route)
 
