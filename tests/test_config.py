@@ -87,7 +87,7 @@ def test_sizes() -> None:
         {"block_size": "2MiB"},
         {"threads": 1.5},
         {"durable": "no"},
-        {"preallocate": None},
+        {"progress": None},
         {"engine": None},
         {"direct": "maybe"},
         {"cache": "some"},

@@ -15,6 +15,7 @@ import fastserial
 from fastserial import config, engines
 from fastserial.bench.measure import BenchError, Sample, measure
 from fastserial.bench.rotation import DURABLE, LOOSE, Row
+from fastserial.engines.deepspeed.aio_op import lock_file
 
 Format = Literal["zip", "legacy"]
 
@@ -114,8 +115,10 @@ def engine_rows(state: object, formats: Sequence[Format]) -> tuple[list[Row], di
     for engine in engines.survey():
         if engine.name == config.current().engine:
             continue
-        if engine.missing is not None:
-            missing[f"engine {engine.name}"] = engine.missing
+        lock = lock_file() if engine.name == "deepspeed" else None
+        absent = f"its op is being built, or a build was killed: {lock}" if lock else engine.missing
+        if absent is not None:
+            missing[f"engine {engine.name}"] = absent
         else:
             rows += [fast_row(state, container, engine=engine.name) for container in formats]
     return rows, missing

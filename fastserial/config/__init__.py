@@ -54,8 +54,6 @@ class Config:
         cache: what loads and saves leave in the page cache. `"auto"`: what stock torch would, as
             far as it costs no time (see `fastserial.files.linux`); `"keep"`: the file; `"drop"`:
             nothing, where the file system takes direct I/O.
-        preallocate: reserve the file's space before the first byte, so that a full disk is
-            noticed early and extents are contiguous.
         small_file: files up to this many bytes are written through the page cache, without an
             engine. torch itself loads files up to twice, and cached ones up to four times this
             size: that takes it no longer.
@@ -88,7 +86,6 @@ class Config:
     durable: bool = True
     direct: Direct = "auto"
     cache: Cache = "auto"
-    preallocate: bool = True
     small_file: int = SMALL_FILE
     retry_seconds: int = 30
     progress: bool = False
@@ -211,7 +208,8 @@ def current(**overrides: Any) -> Config:
             impossible value.
     """
     global _last
-    _check_names(overrides)
+    if overrides:
+        _check_names(overrides)
     values = {**_from_environment(), **_installed, **_scoped.get(), **overrides}
     if not values:
         return _DEFAULT
@@ -310,9 +308,9 @@ def _warn_of_names() -> None:
 
 
 def _check_names(values: Mapping[str, Any]) -> None:
-    known = sorted(Config.__dataclass_fields__)
     for name in values:
         if name not in Config.__dataclass_fields__:
+            known = sorted(Config.__dataclass_fields__)
             near = _nearest(name, known)
             meant = f" (is {near} meant?)" if near else ""
             raise ConfigError(f"unknown option {name}{meant}; there are: {', '.join(known)}")

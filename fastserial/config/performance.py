@@ -58,7 +58,8 @@ PACKED_BYTES = 512 * KiB  # into pieces of about this size: a few calls for hund
 MOST_PIECES = 512  # of one `preadv`; the kernel takes 1024
 CLONED_PIECE = 8 * MiB  # of a file is compared with memory, and cloned if it is the same
 GATHERED = 64 * KiB  # small writes are gathered up to this size
-COPIED_RECORD = 64 * KiB  # a larger record, such as the pickle of arrays, is not copied
+COPIED_RECORD = 64 * KiB  # a larger record, such as the pickle of arrays, is not copied, nor are
+# storages of more together, with 1 KiB for each; smaller ones need no checksums at the end
 # Seconds for which a thread that computes in Python keeps the interpreter's lock while a save moves
 # blocks, instead of 5 ms: each step of the save asks for the lock anew. Beside such a thread 300 MB
 # in memory took 1.2 to 1.7 s, with 5 ms 1.7 to 2.9 (stock 1.9 to 3.5), on a busy machine.

@@ -13,8 +13,7 @@ One engine object serves one file from one submitting thread. io_uring, libaio a
 the same calls: `allocate` pins buffers, `open` sets up rings or registers buffers, `submit` gives
 requests to the kernel, `wait` reaps completions.
 
-Other packages add an engine with the entry point group `fastserial.engines`
-(name = "module:Class").
+An engine of your own needs no name: `install(engine=MyEngine)`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import enum
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
 from fastserial.errors import EngineUnavailableError
@@ -175,7 +173,6 @@ _BUILTIN = {
     "io_uring": "fastserial.engines.io_uring:IoUringEngine",
     "deepspeed": "fastserial.engines.deepspeed.engine:DeepSpeedEngine",
 }
-_GROUP = "fastserial.engines"
 EngineFactory = Callable[[int], Engine]
 
 
@@ -188,8 +185,8 @@ class EngineStatus:
 
 
 def names() -> list[str]:
-    """Return the names of all known engines."""
-    return [*_BUILTIN, *(e.name for e in entry_points(group=_GROUP) if e.name not in _BUILTIN)]
+    """Return the names of the engines that come with fastserial."""
+    return list(_BUILTIN)
 
 
 def load(name: str) -> type[Engine]:
@@ -198,23 +195,14 @@ def load(name: str) -> type[Engine]:
     Raises:
         EngineUnavailableError: there is no such engine, or it cannot run here; with the reason.
     """
-    try:
-        if name in _BUILTIN:
-            module, _, attribute = _BUILTIN[name].partition(":")
-            found: type[Engine] = getattr(importlib.import_module(module), attribute)
-        else:
-            entry = next((e for e in entry_points(group=_GROUP) if e.name == name), None)
-            if entry is None:
-                raise EngineUnavailableError(
-                    f"no I/O engine {name!r}; there are: {', '.join(names())}. Is the package "
-                    f"installed that names it in the entry point group `{_GROUP}`?"
-                )
-            found = entry.load()
-        missing = found.unavailable()
-    except ImportError as error:
-        if isinstance(error, EngineUnavailableError):
-            raise
-        raise EngineUnavailableError(f"engine {name!r} cannot be imported: {error}") from error
+    if name not in _BUILTIN:
+        raise EngineUnavailableError(
+            f"no I/O engine {name!r}; there are: {', '.join(_BUILTIN)}. An engine of your own is "
+            "given as its class, engine=MyEngine, not by a name"
+        )
+    module, _, attribute = _BUILTIN[name].partition(":")
+    found: type[Engine] = getattr(importlib.import_module(module), attribute)
+    missing = found.unavailable()
     if missing is not None:
         raise EngineUnavailableError(f"engine {name!r} cannot run here: {missing}")
     return found

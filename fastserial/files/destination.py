@@ -184,7 +184,7 @@ def check_replaceable(target: PathTarget, directory: int) -> None:
         OSError: nothing can be written there, by torch neither.
     """
     there, path = target.there, target.path
-    magic = linux.magic_of(target.where)
+    magic = linux.magic_of(directory)
     if magic == linux.PROC:
         raise CannotReplace(_NO_FILE)
     if there is not None and not stat.S_ISLNK(there.st_mode):
@@ -368,7 +368,7 @@ class Replacement:
         self.fallback: Reason | None = None
         self.fd = self._directory = -1
         self._files = Descriptors()  # the directory's, and `fd`
-        self._replaced = Descriptors()  # a large old file
+        self._replaced: Descriptors | None = None  # a large old file
         self._base = os.path.basename(target.path)
         try:
             self._open_directory()
@@ -439,14 +439,15 @@ class Replacement:
             raise CannotReplace(Reason(text, ANOTHER_OWNER)) from error
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
-    def _names(self, count: int = _MOST_NAMES) -> Iterator[str]:
-        return (temporary_name(self._base, number) for number in range(count))
+    def _names(self) -> Iterator[str]:
+        return (temporary_name(self._base, number) for number in range(_MOST_NAMES))
 
     # -- leftovers -----------------------------------------------------------------------------
 
     def _sweep(self) -> None:
         """Remove what killed processes left of this target, so that its space is free again."""
-        for name in self._names(_SWEPT):
+        for number in range(_SWEPT):
+            name = temporary_name(self._base, number)
             # far cheaper than a `stat` that raises; a container's filter may refuse flags
             if os.access(name, os.F_OK, dir_fd=self._directory):
                 self._remove_stale(name)
@@ -494,11 +495,14 @@ class Replacement:
             OSError: the target is still the old file, unless only the last sync failed.
         """
         nameless, base, directory = self.named is None, self._base, self._directory
-        self._update_attributes()
-        named = self.named or self._link()
-        self._hold_replaced()
-        os.rename(named, base, src_dir_fd=directory, dst_dir_fd=directory)
-        self.named = None
+        is_new = self.target.there is None
+        if not is_new:
+            self._update_attributes()
+        if not (is_new and nameless and self._link(base)):
+            named = self.named or self._link_temporarily()
+            self._hold_replaced()
+            os.rename(named, base, src_dir_fd=directory, dst_dir_fd=directory)
+            self.named = None
         self.committed = True
         if self.durable:
             self._sync_directory()
@@ -508,7 +512,7 @@ class Replacement:
 
     def _update_attributes(self) -> None:
         """Give the new file the attributes that the old one got since, such as by `chmod 600`."""
-        there = _status(self._base, self._directory) if self.target.there is not None else None
+        there = _status(self._base, self._directory)
         try:
             found = self._attributes(there)
             if found is not None and found != self._kept:
@@ -517,14 +521,21 @@ class Replacement:
         except CannotReplace as error:
             raise OSError(errno.EPERM, _CHANGED) from error
 
-    def _link(self) -> str:
+    def _link(self, name: str) -> bool:
+        """Give the nameless file a name; False if there is another file of that name."""
+        source = f"/proc/self/fd/{self.fd}"
+        try:
+            os.link(source, name, dst_dir_fd=self._directory, follow_symlinks=True)
+        except FileExistsError:
+            return False
+        return True
+
+    def _link_temporarily(self) -> str:
         """Give the nameless file a temporary name and return it."""
         _lock(self.fd)
-        source, directory = f"/proc/self/fd/{self.fd}", self._directory
         for name in self._names():
             self.named = name  # first: an interrupt may come right after the link is there
-            with contextlib.suppress(FileExistsError):
-                os.link(source, name, dst_dir_fd=directory, follow_symlinks=True)
+            if self._link(name):
                 return name
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
@@ -534,6 +545,7 @@ class Replacement:
         if there is not None and stat.S_ISREG(there.st_mode) and there.st_size >= LARGE_FILE:
             with contextlib.suppress(OSError):
                 flags = os.O_PATH | os.O_NOFOLLOW
+                self._replaced = Descriptors()
                 self._replaced.open(self._base, flags, dir_fd=self._directory)
 
     def _sync_directory(self) -> None:
@@ -563,8 +575,9 @@ class Replacement:
     def _close(self) -> None:
         self.fd = -1
         finish(self._files.close)
-        if self._replaced.newest >= 0 and not _freeing_threads.start(self._replaced.close):
-            self._replaced.close()
+        replaced, self._replaced = self._replaced, None
+        if replaced is not None and not _freeing_threads.start(replaced.close):
+            replaced.close()
 
 
 _freeing_threads = Background()  # which close the last descriptor of a large file
@@ -685,11 +698,7 @@ def open_path(
     except CannotReplace as why:
         reason = why.reason
     except OSError as error:
-        target = target or PathTarget(name, name, None)
-        full = error.errno == errno.ENOSPC and linux.is_out_of_inodes(target.where)
-        if target.there is None or not full:
-            raise save_error(error, target, None) from error
-        reason = Reason("no inode is free for a new file", "remove files that nobody needs")
+        raise save_error(error, target or PathTarget(name, name, None), None) from error
     if target is not None and os.path.islink(target.path):  # torch would write what it leads to
         text = f"The link cannot be replaced: {reason.with_remedy}; the previous file is intact"
         raise write_error(errno.EPERM, target.name, text)

@@ -1,4 +1,4 @@
-"""Small text files and folders, written durably: they mark a checkpoint as complete."""
+"""Small files and folders, written durably: they mark a checkpoint as complete."""
 
 from __future__ import annotations
 
@@ -14,15 +14,6 @@ from fastserial.interrupts import Descriptors
 
 # Some file systems cannot sync a directory; their metadata is synchronous, or without a guarantee.
 _CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPERM)
-
-
-def replace_text(path: str, text: str) -> None:
-    """Replace a text file as a whole and durably; as `replace_bytes`.
-
-    Raises:
-        WriteError: the file cannot be written.
-    """
-    replace_bytes(path, text.encode())
 
 
 def replace_bytes(path: str, data: bytes, durable: bool = True) -> None:
@@ -42,7 +33,7 @@ def replace_bytes(path: str, data: bytes, durable: bool = True) -> None:
             _overwrite(path, data, durable)
             return
         try:
-            _write(file.fd, data)
+            linux.write_all(file.fd, memoryview(data), 0)
             file.sync()
             file.commit()
         except BaseException:
@@ -58,7 +49,7 @@ def _overwrite(path: str, data: bytes, durable: bool) -> None:
     is_new = not os.path.lexists(path)
     try:
         with open(path, "wb", buffering=0) as file:
-            _write(file.fileno(), data)
+            linux.write_all(file.fileno(), memoryview(data), 0)
             if durable:
                 linux.synced(file.fileno())
     except BaseException:
@@ -66,12 +57,6 @@ def _overwrite(path: str, data: bytes, durable: bool) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         raise
-
-
-def _write(fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
 
 
 def sync_folders(folders: Iterable[str]) -> None:

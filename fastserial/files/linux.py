@@ -75,8 +75,9 @@ _LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _statx = getattr(_libc, "statx", None)
-_statfs = _libc.statfs
+_statfs, _fstatfs = _libc.statfs, _libc.fstatfs
 _statfs.argtypes = (ctypes.c_char_p, _StatFs)
+_fstatfs.argtypes = (ctypes.c_int, _StatFs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +115,14 @@ def reopen(fd: int, flags: int, files: Descriptors) -> int:
     return files.open(f"/proc/self/fd/{fd}", flags)
 
 
-def magic_of(path: str) -> int:
-    """Return the number of the file system's type (`f_type` of statfs) that holds `path`.
+def magic_of(file: str | int) -> int:
+    """Return the number of the file system's type (`f_type` of statfs) that holds a path or fd.
 
     0 if that is unknown.
     """
     words = _StatFs()
-    return words[0] & 0xFFFFFFFF if _statfs(os.fsencode(path), words) == 0 else 0
+    status = _fstatfs(file, words) if isinstance(file, int) else _statfs(os.fsencode(file), words)
+    return words[0] & 0xFFFFFFFF if status == 0 else 0
 
 
 def mount_of(path: str) -> int:
@@ -175,6 +177,20 @@ def preadv(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
         return len(data)
 
 
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Write bytes to a file from byte `offset` on.
+
+    Raises:
+        OSError: the disk is full or failed.
+    """
+    while data:
+        written = os.pwrite(fd, data, offset)
+        if written == 0:
+            raise OSError(errno.EIO, f"{len(data)} bytes were not written")
+        offset += written
+        data = data[written:]
+
+
 def synced(fd: int) -> bool:
     """Put an open file or directory on its device; False where the file system cannot.
 
@@ -200,15 +216,6 @@ def free_bytes(file: int | str) -> int:
     return stats.f_bavail * stats.f_frsize
 
 
-def is_out_of_inodes(path: str) -> bool:
-    """Return whether the file system can hold no more files, however small."""
-    try:
-        stats = os.statvfs(path)
-    except OSError:
-        return False
-    return stats.f_files > 0 and stats.f_favail == 0
-
-
 def is_read_only(path: str) -> bool:
     """Return whether the file system that holds `path` is mounted read-only."""
     try:
@@ -223,10 +230,10 @@ def is_append_only(fd: int) -> bool:
 
 
 def _has_attribute(
-    attribute: int, fd: int, path: str = "", flags: int = _AT_EMPTY_PATH
+    attribute: int, fd: int, path: bytes = b"", flags: int = _AT_EMPTY_PATH
 ) -> bool | None:
     """Return whether a file has an attribute of `statx`, None if the kernel does not report it."""
-    found = _statx_of(fd, os.fsencode(path), flags, 0)
+    found = _statx_of(fd, path, flags, 0)
     if found is None:
         return None
     attributes, known = _ATTRIBUTES.unpack_from(found)
@@ -241,7 +248,8 @@ def is_mount_point(path: str, parent_device: int) -> bool:
         parent_device: `st_dev` of its directory, for kernels that do not report it (before 5.8). On
             overlayfs the devices of file and directory may differ without any mount.
     """
-    found = _has_attribute(_STATX_ATTR_MOUNT_ROOT, _AT_FDCWD, path, _AT_SYMLINK_NOFOLLOW)
+    name, flags = os.fsencode(path), _AT_SYMLINK_NOFOLLOW
+    found = _has_attribute(_STATX_ATTR_MOUNT_ROOT, _AT_FDCWD, name, flags)
     return os.stat(path).st_dev != parent_device if found is None else found
 
 
@@ -314,7 +322,9 @@ def open_direct(fd: int, flags: int, block_size: int, files: Descriptors) -> Dir
 
 
 def reserve(fd: int, offset: int, nbytes: int, config: Config) -> None:
-    """Reserve the space of a new file, if options and file system are for it.
+    """Reserve the space of a large new file: a full disk is noticed early, extents are contiguous.
+
+    Not where the file system compresses: it would keep the full size.
 
     Args:
         fd: of the file.
@@ -324,8 +334,7 @@ def reserve(fd: int, offset: int, nbytes: int, config: Config) -> None:
     Raises:
         OSError: there is not enough space.
     """
-    wanted = config.preallocate and nbytes > config.small_file
-    if wanted and (config.direct is True or not compresses(fd)):
+    if nbytes > config.small_file and (config.direct is True or not compresses(fd)):
         preallocate(fd, offset, nbytes)
 
 

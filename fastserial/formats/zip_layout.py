@@ -230,13 +230,24 @@ class ZipLayout:
 
     def add_bytes(self, name: str, data: bytes, crc: int) -> None:
         """Add a record whose bytes and CRC-32 are known."""
-        self._open(name, len(data), crc if self.checksums else 0)
-        if len(data) > COPIED_RECORD:
-            self._emit(Literal(data))
-        else:
-            self._append(data)
-        if data:
-            self._close(data[:8])
+        self.add_all_bytes([name], [data], [crc])
+
+    def add_all_bytes(
+        self, names: Sequence[str], texts: Sequence[bytes], crcs: Sequence[int]
+    ) -> None:
+        """Add records whose bytes and CRC-32s are known."""
+        record, start = len(self.names), self._cursor
+        known = crcs if self.checksums else [0] * len(crcs)
+        _, heads = self._open_all(names, list(map(len, texts)), known)
+        self._cursor = start
+        for index, (head, text) in enumerate(zip(heads, texts, strict=True), record):
+            self._append(head)
+            if len(text) > COPIED_RECORD:
+                self._emit(Literal(text))
+            else:
+                self._append(text)
+            if text:
+                self._close(index, text[:8])
 
     def add_memory(self, name: str, memory: Memory, head: bytes, crc: int | None = None) -> None:
         """Add a storage.
@@ -250,8 +261,9 @@ class ZipLayout:
         known = crc if self.checksums and memory.nbytes else 0
         self._open(name, memory.nbytes, known)
         if memory.nbytes:
-            self._put(memory, len(self.names) - 1)
-            self._close(head)
+            record = len(self.names) - 1
+            self._put(memory, record)
+            self._close(record, head)
 
     def add_storages(self, names: Sequence[str], batch: Batch) -> None:
         """Add storages as records called `names`; the batch's memory must stay valid."""
@@ -416,9 +428,8 @@ class ZipLayout:
         self._cursor = headers[0]
         self._append(texts[0])
 
-    def _close(self, head: bytes) -> None:
-        """Append the last record's data descriptor, and note the lookalike."""
-        record = len(self.names) - 1
+    def _close(self, record: int, head: bytes) -> None:
+        """Append a record's data descriptor, and note the lookalike."""
         lookalike = lookalike_of(head)
         if lookalike is not None:
             self._lookalikes[record] = lookalike

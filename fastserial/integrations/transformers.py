@@ -29,7 +29,7 @@ import torch.distributed as dist
 from fastserial.checkpoints.verify import checkpoints_in, verify
 from fastserial.checkpoints.verify.file_list import MARK, file_lists_in
 from fastserial.errors import FastserialError
-from fastserial.files.durable import replace_text, sync_folders
+from fastserial.files.durable import replace_bytes, sync_folders
 
 if TYPE_CHECKING:
 
@@ -78,7 +78,7 @@ class CheckpointCallback(CallbackBase):
         if folder in self._states and state.is_world_process_zero:
             mark = folder / MARK
             self._suspended = folder, mark.read_text("utf-8") if mark.exists() else None
-            replace_text(str(mark), _UNFINISHED)
+            replace_bytes(str(mark), _UNFINISHED.encode())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Restore the mark of a folder that was not overwritten."""
@@ -89,7 +89,7 @@ class CheckpointCallback(CallbackBase):
             return
         (folder, text), self._suspended = self._suspended, None
         if text is not None:
-            replace_text(str(folder / MARK), text)
+            replace_bytes(str(folder / MARK), text.encode())
         else:
             (folder / MARK).unlink(missing_ok=True)
 
@@ -211,7 +211,7 @@ def _mark(folder: Path) -> None:
     """
     files = {str(one.relative_to(folder)): one.stat().st_size for one in _files(folder)}
     text = json.dumps({"version": _VERSION, "files": files}, indent=1)
-    replace_text(str(folder / MARK), text)
+    replace_bytes(str(folder / MARK), text.encode())
 
 
 def _version(folder: Path) -> tuple[int, int] | None:

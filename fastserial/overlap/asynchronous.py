@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from torch import UntypedStorage
 
 
-Kind = Literal["copy", "in_place"]
-
-KINDS = ("copy", "in_place")
 _ARGUMENTS = {
     "pickle_module": pickle,
     "pickle_protocol": 2,
@@ -53,7 +50,6 @@ def save_async(
     obj: object,
     path: str | os.PathLike[str],
     *,
-    snapshot: Kind = "copy",
     snapshot_budget: int | None = None,
     **torch_save_arguments: Any,
 ) -> PendingSave:
@@ -63,14 +59,13 @@ def save_async(
         optimizer.step()  # the file holds the state of the call
         print(saving.wait())
 
-    The file becomes what `torch.save` would have written at the call, or stays as it was. A save to
-    a target waits for the one before it; at most two are pending.
+    The file becomes what `torch.save` would have written at the call, or stays as it was: tensors
+    are copied, and may be changed as soon as the call returns. A save to a target waits for the one
+    before it; at most two are pending.
 
     Args:
         obj: what to save. It is pickled at the call.
         path: the file. Where none can be replaced, the save is made before the call returns.
-        snapshot: `copy`: tensors are copied, and may be changed as soon as the call returns.
-            `in_place` means the same.
         snapshot_budget: bytes that copies may take, of all saves together; by default half of the
             memory that is free, divided by the ranks of the node. If the tensors do not fit, the
             file is written before the call returns.
@@ -84,20 +79,18 @@ def save_async(
         Exception: the object cannot be pickled, or the last save to this target failed and no
             caller has seen its error.
     """
-    check_snapshot(snapshot, snapshot_budget)
+    check_budget(snapshot_budget)
     if unknown := torch_save_arguments.keys() - _ARGUMENTS.keys():
         raise TypeError(f"save_async() got an unexpected argument {min(unknown)!r}")
     return start_save(obj, path, snapshot_budget, torch_save_arguments)
 
 
-def check_snapshot(kind: object, budget: object) -> None:
-    """Check the arguments of a snapshot.
+def check_budget(budget: object) -> None:
+    """Check the budget of a snapshot.
 
     Raises:
-        ConfigError: the kind is unknown, or the budget is not a number of bytes.
+        ConfigError: it is not a number of bytes.
     """
-    if kind not in KINDS:
-        raise ConfigError(f'snapshot must be "copy" or "in_place", not {kind!r}')
     if budget is not None and not (isinstance(budget, int) and budget >= 0):
         raise ConfigError(f"snapshot_budget must be a number of bytes, at least 0, not {budget!r}")
 

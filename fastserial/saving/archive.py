@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastserial.checksums import crc32
-from fastserial.config.performance import SMALL_FILE
+from fastserial.config.performance import COPIED_RECORD, SMALL_FILE, KiB
 from fastserial.errors import name_in
 from fastserial.formats.zip_layout import ZipLayout, ZipPlan
 from fastserial.memory.held_settings import paused_collection
@@ -89,12 +89,18 @@ class ZipArchive:
 
     def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
         """Add all storages at once, as records called `names`."""
-        if sum(map(torch.UntypedStorage.nbytes, storages)) > SMALL_FILE:
+        nbytes = sum(map(torch.UntypedStorage.nbytes, storages))
+        if nbytes > SMALL_FILE:
             self._pause.end()  # copies and waits may take long
         synchronize(storages)
         batch = self._batch(storages)
         self._pause.begin()
-        self._layout.add_storages(names, batch)
+        few = nbytes + KiB * len(names) <= COPIED_RECORD and self._writer is not None
+        if few and 0 not in batch.addresses:
+            texts = batch.texts(0, len(names))  # then nothing is left to do at the end
+            self._layout.add_all_bytes(names, texts, list(map(crc32, texts)))
+        else:
+            self._layout.add_storages(names, batch)
 
     def _batch(self, storages: Sequence[torch.UntypedStorage]) -> Batch:
         """Return the memory that the storages' bytes are read from."""

@@ -45,11 +45,12 @@ from fastserial.files.linux import (
     fits,
     is_fast,
     open_direct,
+    write_all,
 )
 from fastserial.formats.extents import Data, Extent
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory.buffers import BufferPool, on_host, open_ring
-from fastserial.memory.held_settings import paused_collection, quick_switches
+from fastserial.memory.held_settings import Hold, paused_collection, quick_switches
 from fastserial.memory.storages import StorageMemory
 from fastserial.reasons import QUICKER, SEE_DOCTOR, Reason
 from fastserial.reports import HOST_ONLY, Transfer
@@ -59,7 +60,6 @@ from fastserial.saving.fill import (
     device_memory,
     fill,
     fill_request,
-    write_all,
 )
 
 if TYPE_CHECKING:
@@ -105,12 +105,8 @@ class Route:
     fallback: Reason | None = None
 
     def after_trial(self, fast: bool) -> Route:
-        """Return the route once the device was measured."""
+        """Return the route once the device was measured, or goes past the host: that is fast."""
         return replace(self, kind="direct" if fast else "cached")
-
-    def past_the_host(self) -> Route:
-        """Return the route for device memory that does not pass through the host."""
-        return replace(self, kind="direct")
 
     def refused(self) -> Route:
         """Return the route of a file that refused a direct write."""
@@ -235,7 +231,7 @@ class ExtentWriter:
         self._queue: RequestQueue | None = None  # ... and its engine,
         self._trial: Trial | None = None  # ... of the device, while it lasts
         self._devices = DeviceBlocks(config)
-        self._turns = quick_switches()  # other threads release the interpreter's lock sooner
+        self._turns: Hold | None = None  # other threads release the interpreter's lock sooner
         self._plain_buffer = bytearray()  # of blocks that need no engine
         self._block: list[Extent] = []  # of the block that is not full yet
         self._block_end = 0  # where that ends in the file so far
@@ -305,7 +301,8 @@ class ExtentWriter:
 
     def _free(self) -> None:
         self.outcome.transfer = self._devices.transfer
-        self._turns.end()
+        if self._turns is not None:
+            self._turns.end()
         if self._ledger is not None:
             self._ledger.end()
         if self._queue is not None:
@@ -373,6 +370,7 @@ class ExtentWriter:
 
     def _begin(self) -> Route:
         """Choose the route and start its engine, if there is memory for that."""
+        self._turns = quick_switches()
         self._turns.begin()
         route = choose_route(self._fd, self._files, self._config, self._expected)
         try:
@@ -384,7 +382,7 @@ class ExtentWriter:
         self.outcome.engine = self._queue.engine.name
         refusal = None if route.direct_fd >= 0 else route.fallback or _SWITCHED_OFF
         if self._devices.open_path(self._queue.engine, self._fd, refusal):
-            route = route.past_the_host()
+            route = route.after_trial(True)
         self._trial = Trial(self._fd) if route.kind == "trial" else None
         return self._take(route)
 

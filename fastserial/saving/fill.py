@@ -5,8 +5,6 @@ Small storages are packed: a few calls for hundreds of them, instead of a few fo
 
 from __future__ import annotations
 
-import errno
-import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -206,17 +204,3 @@ def _packed_piece(source: Packed, ledger: CrcLedger | None, start: int, length: 
         if source.used == source.length:
             source.made = None
     return piece
-
-
-def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """Write bytes to a file from byte `offset` on.
-
-    Raises:
-        OSError: the disk is full or failed.
-    """
-    while data:
-        written = os.pwrite(fd, data, offset)
-        if written == 0:
-            raise OSError(errno.EIO, f"{len(data)} bytes were not written")
-        offset += written
-        data = data[written:]

@@ -107,8 +107,9 @@ class FastFileWriter:
     def _begin(self, destination: Destination) -> None:
         """Begin to write a destination, which is empty."""
         self._destination = destination
-        self._bar = ProgressBar(self.name if self._config.progress else None)
-        self._out = ExtentWriter(destination.fd, self._config, self._bar.update, owner=destination)
+        self._bar = ProgressBar(self.name) if self._config.progress else None
+        on_progress = bool if self._bar is None else self._bar.update
+        self._out = ExtentWriter(destination.fd, self._config, on_progress, owner=destination)
         self._expected: int | None = None  # bytes of the whole file, once they are known
         self._written = 0  # bytes passed on
         self._gathered = bytearray()
@@ -262,7 +263,6 @@ class FastFileWriter:
         while True:
             try:
                 self.write_plan(plan)
-                self.release_sources()
                 self.close()
             except WriteError as error:
                 retries = self._destination.retries
@@ -288,13 +288,15 @@ class FastFileWriter:
         """
         self._check_open()
         self._expected = self.tell() + nbytes
-        self._bar.expect(self._expected)
+        if self._bar is not None:
+            self._bar.expect(self._expected)
         cloned = 0
         if self.base is not None:
             at, fd = self._destination.start + self.tell(), self._destination.fd
             self._run("compare", self.base.clone, extents, at, fd, ledger, self._config)
             extents, cloned = self.base.take_rest(), self.base.cloned
-            self._bar.update(cloned)
+            if self._bar is not None:
+                self._bar.update(cloned)
         self._out.expect(self._expected - cloned)
         self._write(extents, nbytes, ledger, 0 if cloned else self._expected)
 
@@ -324,15 +326,14 @@ class FastFileWriter:
         try:
             if self._gathered:
                 self._write()
-            self._run("transfer", self._out.flush)
-            self._run("transfer", self._out.close)
+            self._run("transfer", self._end_transfer)
             self._run("sync", self._destination.sync)
             self._run("commit", self._commit)
         except BaseException:  # of a signal handler between two phases, too
             self.abort()
             raise
         self._closed = True
-        self._bar.close()
+        self._leave_bar()
         self._publish()
 
     def abort(self) -> None:
@@ -343,7 +344,7 @@ class FastFileWriter:
         if os.getpid() != self._pid:
             return  # a forked child must not touch what its parent is writing
         stop = bool if self.base is None else self.base.stop
-        finish(self._out.close, stop, self._bar.close, self._destination.discard)
+        finish(self._out.close, stop, self._leave_bar, self._destination.discard)
 
     def __enter__(self) -> FastFileWriter:
         return self
@@ -393,10 +394,18 @@ class FastFileWriter:
         reserve(self._destination.fd, self._destination.start, reserved, self._config)
         self._out.write(extents, ledger, at)
 
+    def _end_transfer(self) -> None:
+        self._out.flush()
+        self._out.close()
+
     def _check_open(self) -> None:
         if self._closed:
             what = f": what it held for {self.name} was discarded" if self._discarded else "."
             raise ValueError(f"I/O operation on closed file{what}")
+
+    def _leave_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
     def _commit(self) -> None:
         self._destination.commit()

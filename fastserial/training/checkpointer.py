@@ -24,7 +24,7 @@ from fastserial.errors import (
     write_error,
 )
 from fastserial.files import linux
-from fastserial.overlap.asynchronous import Kind, check_snapshot
+from fastserial.overlap.asynchronous import check_budget
 from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import (
     OWN,
@@ -101,7 +101,6 @@ class Checkpointer:
         mirror_bandwidth: float | None = None,
         name: str = "step-{step:08d}.pt",
         on_saved: Callable[[int, str], object] | None = None,
-        snapshot: Kind = "copy",
         snapshot_budget: int | None = None,
         incremental: bool = False,
         rng: bool = True,
@@ -140,7 +139,7 @@ class Checkpointer:
             name: of a file.
             on_saved: called on the saving thread with step and path once a checkpoint is in place,
                 in the process that manages the folder (rank 0). What it raises is logged.
-            snapshot, snapshot_budget: as `save_async`.
+            snapshot_budget: as `save_async`.
             incremental: what is the same as in the newest checkpoint of the folder, such as a
                 frozen model, is not written but cloned, where the file system has reflinks (XFS,
                 btrfs). It is compared; each file is whole. Not on several ranks.
@@ -162,7 +161,7 @@ class Checkpointer:
             keep_every = _whole("keep_every", keep_every)
         if every is not None and not isinstance(every, str):
             every = _whole("every", every)
-        check_snapshot(snapshot, snapshot_budget)
+        check_budget(snapshot_budget)
         if merge not in (None, "union"):
             raise ConfigError(f'merge must be None or "union", not {merge!r}')
         self._keep = keep

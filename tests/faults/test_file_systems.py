@@ -21,7 +21,6 @@ _JOBS: list[dict[str, Any]] = [
     {"zipped": True, "nbytes": 5_000_000, "named": True},
     {"zipped": False, "nbytes": 5_000_000, "options": {"direct": False}},
     {"zipped": True, "nbytes": 3_000_000, "options": {"durable": False}},
-    {"zipped": True, "nbytes": 3_000_000, "options": {"preallocate": False}},
 ]
 
 

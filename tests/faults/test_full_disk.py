@@ -22,8 +22,8 @@ _OLD_BYTES, _NEW_BYTES = 4 << 20, 14_000_000
 _JOBS: list[dict[str, Any]] = [
     {"zipped": True},
     {"zipped": False},
-    {"zipped": True, "options": {"preallocate": False}},
-    {"zipped": False, "options": {"preallocate": False, "direct": False}},
+    {"zipped": True, "options": {"durable": False}},
+    {"zipped": False, "options": {"direct": False}},
     {"zipped": True, "named": True},
 ]
 

@@ -96,12 +96,8 @@ def stop(victim: Victim) -> int:
     return found
 
 
-@pytest.mark.proof("power cut: reflink snapshots")
-@pytest.mark.trials(3, 60)
-@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs"])
-def test_snapshots(
-    kind: str, lab: Lab, zygote: Zygote, dice: random.Random, proof: Proof, trials: int
-) -> None:
+def reflinked_disk(lab: Lab, kind: str) -> tuple[Path, Callable[[Path], None]]:
+    """Mount a disk whose image is on btrfs; return where, and how to cut its power."""
     need("mkfs.btrfs", f"mkfs.{kind}", "losetup")
     host = lab.make("btrfs", 4 << 30)
     image = lab.image(_DISK_BYTES[kind], host)
@@ -115,7 +111,39 @@ def test_snapshots(
         run("cp", "--sparse=always", snapshot, copy)
         snapshot.unlink()
 
+    return disk, cut
+
+
+@pytest.mark.proof("power cut: reflink snapshots")
+@pytest.mark.trials(3, 60)
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs"])
+def test_snapshots(
+    kind: str, lab: Lab, zygote: Zygote, dice: random.Random, proof: Proof, trials: int
+) -> None:
+    disk, cut = reflinked_disk(lab, kind)
     cut_and_look(lab, kind, disk, cut, zygote, dice, proof, trials)
+
+
+@pytest.mark.proof("power cut: new names")
+@pytest.mark.trials(3, 30)
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs"])
+def test_new_names(kind: str, lab: Lab, zygote: Zygote, proof: Proof, trials: int) -> None:
+    """A file that is given its name at once, where there was none, is there when a save returns."""
+    disk, cut = reflinked_disk(lab, kind)
+    copy = lab.folder / "after.img"
+    for trial in range(trials):
+        job = _JOBS[trial % len(_JOBS)]
+        assert zygote.start(disk / f"{trial}.pt", 1, 1, **job).wait() == 0
+        cut(copy)
+        with Lab(lab.folder / f"after{trial}") as after:
+            after.folder.mkdir()
+            options = ["nouuid"] if kind == "xfs" else []
+            found_at = after.mount(after.loop(copy), kind, *options)
+            assert [check(found_at / f"{number}.pt") for number in range(trial + 1)] == (
+                [1] * (trial + 1)
+            )
+        copy.unlink()
+        proof.count(kind)
 
 
 def volatile_disk(lab: Lab, kind: str) -> tuple[Path, Callable[[Path], None]]:

@@ -236,20 +236,21 @@ def test_a_group_that_is_not_the_users(target: Path) -> None:
 # -- programs that watch the directory -----------------------------------------------------------
 
 
-@pytest.mark.usefixtures("named")
 @pytest.mark.parametrize("there", [True, False])
-def test_a_watcher_sees_one_whole_file(target: Path, there: bool) -> None:
+def test_a_watcher_sees_one_whole_file(target: Path, named: bool, there: bool) -> None:
     """As docs/guide/durability.md says, under the target's name."""
     if not there:
         target.unlink()
-    libc, close_write, moved_to = ctypes.CDLL(None), 0x8, 0x80
+    libc, close_write, moved_to, create = ctypes.CDLL(None), 0x8, 0x80, 0x100
     fd = libc.inotify_init1(os.O_NONBLOCK)
-    assert libc.inotify_add_watch(fd, os.fsencode(target.parent), close_write | moved_to) > 0
+    events = close_write | moved_to | create
+    assert libc.inotify_add_watch(fd, os.fsencode(target.parent), events) > 0
     with os.fdopen(fd, "rb", buffering=0) as watch:
         save(target)
-        events, seen = watch.read(4096), []
-    while events:
-        _, mask, _, length = struct.unpack_from("iIII", events)
-        seen.append((mask, events[16 : 16 + length].rstrip(b"\0")))
-        events = events[16 + length :]
-    assert [mask for mask, name in seen if name == b"x.pt"] == [moved_to, close_write]
+        data, seen = watch.read(4096), []
+    while data:
+        _, mask, _, length = struct.unpack_from("iIII", data)
+        seen.append((mask, data[16 : 16 + length].rstrip(b"\0")))
+        data = data[16 + length :]
+    first = moved_to if there or named else create
+    assert [mask for mask, name in seen if name == b"x.pt"] == [first, close_write]

@@ -97,6 +97,7 @@ def test_threads_take_turns_as_before(
             raise error
 
     monkeypatch.setattr(ProgressBar, "update", update)
-    with pytest.raises(OSError, match="disk is gone") if error else contextlib.nullcontext():
+    raises = pytest.raises(OSError, match="disk is gone") if error else contextlib.nullcontext()
+    with fastserial.options(progress=True), raises:
         torch.save(torch.rand(100_000), tmp_path / "a.pt")
     assert max(during) < 0.004 == sys.getswitchinterval()

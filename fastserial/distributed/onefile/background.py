@@ -17,7 +17,7 @@ from fastserial.distributed.onefile.saver import TIMEOUT, SaveTask, Writers
 from fastserial.distributed.ranks.group import Traffic, collective, path_of
 from fastserial.memory.held_settings import quick_switches
 from fastserial.overlap import pending
-from fastserial.overlap.asynchronous import Kind, check_snapshot
+from fastserial.overlap.asynchronous import check_budget
 from fastserial.overlap.pending import PendingSave
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.reports import SaveReport, publish_save
@@ -31,7 +31,6 @@ def save_async(
     path: str | os.PathLike[str],
     *,
     group: dist.ProcessGroup | None = None,
-    snapshot: Kind = "copy",
     snapshot_budget: int | None = None,
     writers: Writers = "all",
     timeout: float = TIMEOUT,
@@ -44,8 +43,9 @@ def save_async(
         print(saving.wait())
 
     The file becomes what `save` would have written at the call, or stays as it was. It is planned
-    at the call; the ranks exchange and write their bytes while training continues. A group does
-    one such save at a time: the next one, and a load, wait for it.
+    at the call; the ranks exchange and write their bytes while training continues: what this rank
+    writes and sends is copied, and all may be changed as soon as the call returns. A group does one
+    such save at a time: the next one, and a load, wait for it.
 
     Args:
         obj: as `save`. Everything that is no tensor is pickled at the call.
@@ -53,8 +53,6 @@ def save_async(
         group: as `save`.
         writers: as `save`.
         merge: as `save`.
-        snapshot: `copy`: what this rank writes and sends is copied; all may be changed as soon as
-            the call returns. `in_place` means the same.
         snapshot_budget: bytes of this process that copies may take, of all saves together; by
             default half of the memory that is free, divided by the ranks of the node. If they do
             not fit, the call of this rank returns when the file is written.
@@ -72,7 +70,6 @@ def save_async(
         obj,
         path,
         snapshot_budget,
-        kind=snapshot,
         group=group,
         writers=writers,
         timeout=timeout,
@@ -92,14 +89,12 @@ def start_save(
     writers: Writers = "all",
     merge: Literal["union"] | None = None,
     then: Callable[[], object] | None = None,
-    kind: Kind = "copy",
 ) -> PendingSave:
     """Start a save; as `save_async`.
 
     Args:
         began: when the user's call did (`perf_counter`).
         then: called on each rank's saving thread after the commit.
-        kind: of the snapshot, to be checked.
     """
     saving: SaveTask | None = None
     handed: list[bool] = []  # the saving thread gives up itself
@@ -110,7 +105,7 @@ def start_save(
 
     try:
         with collective(group, timeout) as traffic, quick_switches():
-            check_snapshot(kind, budget)
+            check_budget(budget)
             path = path_of(path, obj, "distributed.save_async(obj, path)")
             target = os.path.realpath(path) if "\0" not in path else path
             pending.admit(target)  # raises if the save before failed, and nobody asked

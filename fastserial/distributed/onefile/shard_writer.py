@@ -24,12 +24,12 @@ from fastserial.distributed.ranks.exchange import (
 )
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.state.tables import RecordSource
+from fastserial.files.linux import write_all
 from fastserial.formats.extents import Data, Extent, Trailer
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import HostMemory, Memory
 from fastserial.overlap.snapshot import Snapshot, StoragePart
 from fastserial.saving.extent_writer import ExtentWriter, Outcome
-from fastserial.saving.fill import write_all
 
 _CRC = struct.Struct("<I")
 _CRC_AT = 4  # in a data descriptor

@@ -259,13 +259,13 @@ def options() -> None:
 def arguments() -> None:
     """Also again and again: connections are closed while others are still being made."""
     wrong: Any = RANK == 1
-    merge, snapshot = ("unoin", "cpoy") if wrong else (None, "copy")
+    merge, budget = ("unoin", -1) if wrong else (None, None)
     nowhere: Any = None if wrong else PATH
     state = {"n": 1}
     call: Callable[[], object] = lambda: distributed.save(state, PATH, merge=merge)  # noqa: E731
     refused(call, 1, "unoin", ValueError)
-    call = lambda: distributed.save_async(state, PATH, snapshot=snapshot)  # noqa: E731
-    refused(call, 1, "cpoy", ConfigError)
+    call = lambda: distributed.save_async(state, PATH, snapshot_budget=budget)  # noqa: E731
+    refused(call, 1, "at least 0", ConfigError)
     for _ in range(20):
         refused(lambda: distributed.save(state, nowhere), 1, "NoneType", TypeError)
     refused(lambda: distributed.load(nowhere, state), 1, "NoneType", TypeError)
