@@ -17,8 +17,7 @@ ranks are durable. If one rank cannot save, all ranks raise and `latest` is unch
 `enable(engine, overlap=True)` writes the files while the next forward and backward pass run, and
 waits for them before the next optimizer step.
 
-`save_full(engine, path)` writes one ordinary torch file instead of a folder, and `load_full(engine,
-path)` loads it on any number of ranks.
+`save_full(engine, path)` writes one ordinary torch file, without DeepSpeed's gather.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ from fastserial.engines.deepspeed.aio_op import AioSettings
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine as AioEngine
 from fastserial.errors import ConfigError, FastserialError
 from fastserial.files.durable import replace_text, sync_folders
-from fastserial.integrations.deepspeed_full import load_full, save_full
-from fastserial.overlap.asynchronous import KINDS, Kind, start_save
+from fastserial.integrations.deepspeed_full import save_full
+from fastserial.overlap.asynchronous import start_save
 from fastserial.overlap.pending import PendingSave
 
 if TYPE_CHECKING:
@@ -59,7 +58,6 @@ __all__ = [
     "disable",
     "enable",
     "install",
-    "load_full",
     "save_full",
     "uninstall",
 ]
@@ -238,27 +236,27 @@ def _raise_on_all(failure: BaseException | None, what: str) -> None:
         raise CheckpointFailedError(f"{what} is not complete, `latest` is unchanged. {failures}")
 
 
-def enable(engine: Any, /, *, overlap: bool | Kind = False, **options: Any) -> Any:
+def enable(engine: Any, /, *, overlap: bool = False, **options: Any) -> Any:
     """Let a DeepSpeed engine save through fastserial, and return it. Call it on every rank.
 
     Args:
         engine: what `deepspeed.initialize` returned.
         overlap: write copies while the next forward and backward pass run; the next optimizer
             step waits for the files of all ranks, and raises what went wrong. Call
-            `engine.destroy()` at the end. `"copy"` and `"in_place"` mean True.
+            `engine.destroy()` at the end.
         options: as in `fastserial.Config`.
 
     Raises:
         ConfigError: an option has an unknown name or an impossible value; or the engine was made
             with a checkpoint writer of DeepSpeed's, which decides which ranks write what.
     """
-    if overlap not in (True, False, *KINDS):
-        raise ConfigError(f'overlap must be True, False, "copy" or "in_place", not {overlap!r}')
+    if not isinstance(overlap, bool):
+        raise ConfigError(f"overlap must be True or False, not {overlap!r}")
     current = engine.checkpoint_engine
     if isinstance(current, FastserialCheckpointEngine):
         config.current(**options)
         current.conclude()
-        current.options, current.overlap = dict(options), bool(overlap)
+        current.options, current.overlap = dict(options), overlap
         return engine
     if not isinstance(current, TorchCheckpointEngine):
         raise ConfigError(
@@ -267,7 +265,7 @@ def enable(engine: Any, /, *, overlap: bool | Kind = False, **options: Any) -> A
             "fastserial.integrations.deepspeed.install() before deepspeed.initialize"
         )
     zip_container = getattr(current, "zipfile_serialization", True)
-    engine.checkpoint_engine = FastserialCheckpointEngine(options, zip_container, bool(overlap))
+    engine.checkpoint_engine = FastserialCheckpointEngine(options, zip_container, overlap)
     for name, method in _METHODS.items():
         bound = functools.partial(method, engine)
         setattr(engine, name, functools.update_wrapper(bound, getattr(type(engine), name)))

@@ -28,7 +28,7 @@ from fastserial.checkpoints.save import write
 from fastserial.config import current
 from fastserial.files.durable import sync_folders
 from fastserial.import_hook import when_imported
-from fastserial.overlap.asynchronous import Kind, check_snapshot, start_save
+from fastserial.overlap.asynchronous import check_budget, start_save
 from fastserial.overlap.pending import PendingSave
 from fastserial.patching.install import patched
 
@@ -153,21 +153,20 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
     def __init__(
         self,
         *,
-        snapshot: Kind = "copy",
         snapshot_budget: int | None = None,
         verify: bool | None = None,
     ) -> None:
         """Make a plugin.
 
         Args:
-            snapshot, snapshot_budget: as `save_async`.
+            snapshot_budget: as `save_async`.
             verify: as `FastCheckpointIO`.
 
         Raises:
             ConfigError: an argument has an impossible value.
         """
         super().__init__(verify=verify)
-        check_snapshot(snapshot, snapshot_budget)
+        check_budget(snapshot_budget)
         self._budget = snapshot_budget
         self._reset()
 

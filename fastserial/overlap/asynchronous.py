@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fastserial.checkpoints.save import write
 from fastserial.errors import ConfigError, FastserialError, name_in
 from fastserial.files.destination import StockWay
-from fastserial.formats.zip_layout import ZipPlan, archive_name
+from fastserial.formats.zip_layout import ZipPlan
 from fastserial.memory.held_settings import quick_switches
 from fastserial.memory.storages import Batch, batch_of
 from fastserial.overlap import pending
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from torch import UntypedStorage
 
 
-Kind = Literal["copy", "in_place"]
-
-KINDS = ("copy", "in_place")
 _ARGUMENTS = {
     "pickle_module": pickle,
     "pickle_protocol": 2,
@@ -53,7 +50,6 @@ def save_async(
     obj: object,
     path: str | os.PathLike[str],
     *,
-    snapshot: Kind = "copy",
     snapshot_budget: int | None = None,
     **torch_save_arguments: Any,
 ) -> PendingSave:
@@ -69,11 +65,9 @@ def save_async(
     Args:
         obj: what to save. It is pickled at the call.
         path: the file. Where none can be replaced, the save is made before the call returns.
-        snapshot: `copy`: tensors are copied, and may be changed as soon as the call returns.
-            `in_place` means the same.
-        snapshot_budget: bytes that copies may take, of all saves together; by default half of the
-            memory that is free, divided by the ranks of the node. If the tensors do not fit, the
-            file is written before the call returns.
+        snapshot_budget: bytes that copies of the tensors may take, of all saves together; by
+            default half of the memory that is free, divided by the ranks of the node. If the
+            tensors do not fit, the file is written before the call returns.
         torch_save_arguments: as `torch.save`.
 
     Returns:
@@ -84,20 +78,18 @@ def save_async(
         Exception: the object cannot be pickled, or the last save to this target failed and no
             caller has seen its error.
     """
-    check_snapshot(snapshot, snapshot_budget)
+    check_budget(snapshot_budget)
     if unknown := torch_save_arguments.keys() - _ARGUMENTS.keys():
         raise TypeError(f"save_async() got an unexpected argument {min(unknown)!r}")
     return start_save(obj, path, snapshot_budget, torch_save_arguments)
 
 
-def check_snapshot(kind: object, budget: object) -> None:
-    """Check the arguments of a snapshot.
+def check_budget(budget: object) -> None:
+    """Check the budget of a snapshot.
 
     Raises:
-        ConfigError: the kind is unknown, or the budget is not a number of bytes.
+        ConfigError: it is not a number of bytes.
     """
-    if kind not in KINDS:
-        raise ConfigError(f'snapshot must be "copy" or "in_place", not {kind!r}')
     if budget is not None and not (isinstance(budget, int) and budget >= 0):
         raise ConfigError(f"snapshot_budget must be a number of bytes, at least 0, not {budget!r}")
 
@@ -192,19 +184,6 @@ def _pickle(obj: object, layout: ZipArchive, arguments: Mapping[str, Any]) -> No
         arguments["pickle_protocol"],
         arguments["_disable_byteorder_record"],
     )
-
-
-def size_of(obj: object, path: str) -> int | None:
-    """Return the size of the file that would be written (bytes), None where torch writes it.
-
-    Raises:
-        Exception: the object cannot be pickled.
-    """
-    if patched("_save") is None:
-        return None
-    with ZipArchive(None, archive_name(path)) as layout:
-        _pickle(obj, layout, _ARGUMENTS)
-    return layout.lay_out().nbytes
 
 
 class _SnapshotArchive(ZipArchive):

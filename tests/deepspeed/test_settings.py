@@ -51,10 +51,10 @@ def test_buffer_and_statistics(capsys: pytest.CaptureFixture[str]) -> None:
     assert options["queue_depth"] == 5
     options["on_report"]("what was saved")
     assert capsys.readouterr().out == "what was saved\n"
-    options = {"block_size": MIB, "overlap": "copy"}
+    options = {"block_size": MIB, "overlap": False}
     _take_writer({"checkpoint": {"writer": {**writer, "decoupled": True}}}, options)
     assert options.keys() == {"block_size", "overlap", "on_report"}
-    assert options["overlap"] == "copy"  # the section of ours has the last word
+    assert options["overlap"] is False  # the section of ours has the last word
 
 
 def test_aio() -> None:
@@ -75,7 +75,7 @@ def test_section() -> None:
     for off in (None, False, {"enabled": False, "durable": False}):
         assert _section(off) is None
     assert _section(True) == {}
-    assert _section({"enabled": True, "overlap": "copy"}) == {"overlap": "copy"}
+    assert _section({"enabled": True, "overlap": False}) == {"overlap": False}
     with pytest.raises(ConfigError, match="must be true, false or options"):
         _section(7)
     with pytest.raises(ConfigError, match="unknown option speed"):

@@ -34,15 +34,14 @@ def bytes_of(obj: Any, folder: Path, name: str = "state.pt") -> bytes:
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("snapshot", ["copy", "in_place"])  # which means the same
 @pytest.mark.parametrize("budget", [None, 0, 500_000])
 @pytest.mark.parametrize("small_file", [0, 8 << 20])
 def test_the_file_is_the_one_that_torch_writes(
-    tmp_path: Path, state: Any, snapshot: Any, budget: int | None, small_file: int
+    tmp_path: Path, state: Any, budget: int | None, small_file: int
 ) -> None:
     path = tmp_path / "state.pt"
     with fastserial.options(small_file=small_file, block_size=65536):
-        saving = fastserial.save_async(state, path, snapshot=snapshot, snapshot_budget=budget)
+        saving = fastserial.save_async(state, path, snapshot_budget=budget)
         report = saving.wait()
     assert path.read_bytes() == bytes_of(state, tmp_path)
     assert saving.done()
@@ -141,8 +140,6 @@ def test_what_fails_at_the_call(tmp_path: Path) -> None:
         fastserial.save_async([1], tmp_path / "none" / "state.pt")
     with pytest.raises(TypeError, match="nonsense"):
         fastserial.save_async([1], path, nonsense=1)
-    with pytest.raises(fastserial.ConfigError, match="snapshot"):
-        fastserial.save_async([1], path, snapshot="later")  # type: ignore[arg-type]
     with pytest.raises(fastserial.ConfigError, match="at least 0"):
         fastserial.save_async([1], path, snapshot_budget=-1)
     assert path.read_bytes() == b"old"

@@ -14,10 +14,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 from fastserial.distributed.onefile.saver import TIMEOUT, SaveTask, Writers
-from fastserial.distributed.ranks.group import Traffic, collective, path_of
+from fastserial.distributed.ranks.group import collective, path_of
 from fastserial.memory.held_settings import quick_switches
 from fastserial.overlap import pending
-from fastserial.overlap.asynchronous import Kind, check_snapshot
+from fastserial.overlap.asynchronous import check_budget
 from fastserial.overlap.pending import PendingSave
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.reports import SaveReport, publish_save
@@ -31,7 +31,6 @@ def save_async(
     path: str | os.PathLike[str],
     *,
     group: dist.ProcessGroup | None = None,
-    snapshot: Kind = "copy",
     snapshot_budget: int | None = None,
     writers: Writers = "all",
     timeout: float = TIMEOUT,
@@ -53,8 +52,6 @@ def save_async(
         group: as `save`.
         writers: as `save`.
         merge: as `save`.
-        snapshot: `copy`: what this rank writes and sends is copied; all may be changed as soon as
-            the call returns. `in_place` means the same.
         snapshot_budget: bytes of this process that copies may take, of all saves together; by
             default half of the memory that is free, divided by the ranks of the node. If they do
             not fit, the call of this rank returns when the file is written.
@@ -72,7 +69,6 @@ def save_async(
         obj,
         path,
         snapshot_budget,
-        kind=snapshot,
         group=group,
         writers=writers,
         timeout=timeout,
@@ -92,14 +88,14 @@ def start_save(
     writers: Writers = "all",
     merge: Literal["union"] | None = None,
     then: Callable[[], object] | None = None,
-    kind: Kind = "copy",
+    base: str | None = None,
 ) -> PendingSave:
     """Start a save; as `save_async`.
 
     Args:
         began: when the user's call did (`perf_counter`).
         then: called on each rank's saving thread after the commit.
-        kind: of the snapshot, to be checked.
+        base: as `distributed.save`.
     """
     saving: SaveTask | None = None
     handed: list[bool] = []  # the saving thread gives up itself
@@ -110,11 +106,11 @@ def start_save(
 
     try:
         with collective(group, timeout) as traffic, quick_switches():
-            check_snapshot(kind, budget)
+            check_budget(budget)
             path = path_of(path, obj, "distributed.save_async(obj, path)")
             target = os.path.realpath(path) if "\0" not in path else path
             pending.admit(target)  # raises if the save before failed, and nobody asked
-            saving = SaveTask(traffic, path, writers, merge, began)
+            saving = SaveTask(traffic, path, writers, merge, began, base)
             saving.prepare(obj)
             taken = Snapshot(budget, began)
             saving.freeze(taken)
@@ -133,24 +129,6 @@ def start_save(
             saving.give_up()
         raise
     return pending.run_at_once(path, target, work)
-
-
-def size_of(
-    obj: object,
-    path: str,
-    traffic: Traffic,
-    merge: Literal["union"] | None = None,
-) -> int:
-    """Return the bytes of the file that would be written. To be called in a `collective`.
-
-    Args:
-        merge: as `save_async`.
-
-    Raises:
-        DistributedError: another rank failed, or the ranks' states differ.
-        Exception: the state cannot be saved.
-    """
-    return SaveTask(traffic, path, "all", merge, perf_counter()).measure(obj)
 
 
 def _write(saving: SaveTask, taken: Snapshot, then: Callable[[], object] | None) -> SaveReport:
