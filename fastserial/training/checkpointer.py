@@ -147,6 +147,7 @@ class Checkpointer:
         check_budget(snapshot_budget)
         if merge not in (None, "union"):
             raise ConfigError(f'merge must be None or "union", not {merge!r}')
+        self._keep = keep
         self._metric = _metric_of(keep_best)
         seconds = None if keep_for is None else seconds_of("keep_for", keep_for)
         retention = Retention(keep, keep_every, keep_best, seconds)
