@@ -133,9 +133,10 @@ class RankReport:
         node: identifies the node.
         bytes: how many it wrote or read.
         sent_bytes, received_bytes: how many it exchanged with other ranks.
-        phases: seconds; of a save `plan`, `wait` (for the other ranks), `exchange`, `write`,
-            `sync`; of a load `plan` (until the first byte was read), `own` (reading what this
-            rank alone wanted), `share` (reading and exchanging what several wanted).
+        phases: seconds; of a save `plan`, `wait` (for the other ranks), `compare` (with a base),
+            `exchange`, `write`, `sync`; of a load `plan` (until the first byte was read), `own`
+            (reading what this rank alone wanted), `share` (reading and exchanging what several
+            wanted).
     """
 
     rank: int

@@ -19,7 +19,6 @@ class TargetFormat(str, Enum):
 
     zip = "zip"
     safetensors = "safetensors"
-    dcp = "dcp"
 
 
 def convert(
@@ -46,8 +45,6 @@ def convert(
     ] = True,
 ) -> None:
     """Write a checkpoint in another container. Runs no code of untrusted pickles.
-
-    `dcp` is a folder for torch.distributed.checkpoint.
 
     Exit status: 0, 1 if the source is damaged, 2 if it cannot be read or represented there; what
     was at the target is intact then.

@@ -17,8 +17,7 @@ ranks are durable. If one rank cannot save, all ranks raise and `latest` is unch
 `enable(engine, overlap=True)` writes the files while the next forward and backward pass run, and
 waits for them before the next optimizer step.
 
-`save_full(engine, path)` writes one ordinary torch file instead of a folder, and `load_full(engine,
-path)` loads it on any number of ranks.
+`save_full(engine, path)` writes one ordinary torch file, without DeepSpeed's gather.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from fastserial.engines.deepspeed.aio_op import AioSettings
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine as AioEngine
 from fastserial.errors import ConfigError, FastserialError
 from fastserial.files.durable import replace_bytes, sync_folders
-from fastserial.integrations.deepspeed_full import load_full, save_full
+from fastserial.integrations.deepspeed_full import save_full
 from fastserial.overlap.asynchronous import start_save
 from fastserial.overlap.pending import PendingSave
 
@@ -59,7 +58,6 @@ __all__ = [
     "disable",
     "enable",
     "install",
-    "load_full",
     "save_full",
     "uninstall",
 ]
@@ -252,7 +250,7 @@ def enable(engine: Any, /, *, overlap: bool = False, **options: Any) -> Any:
         ConfigError: an option has an unknown name or an impossible value; or the engine was made
             with a checkpoint writer of DeepSpeed's, which decides which ranks write what.
     """
-    if overlap not in (True, False):
+    if not isinstance(overlap, bool):
         raise ConfigError(f"overlap must be True or False, not {overlap!r}")
     current = engine.checkpoint_engine
     if isinstance(current, FastserialCheckpointEngine):

@@ -10,7 +10,6 @@ Lightning is imported with this module: `lightning`, or `pytorch_lightning` if t
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict import (
@@ -71,17 +70,17 @@ class FastModelParallelStrategy(_Strategy):  # type: ignore[misc]
         """
         path = self.broadcast(filepath)
 
-        def local_for(_: Sequence[bytes]) -> bytes:
+        def local_for(_: list[Any]) -> str | None:
             local = local_path(path)
             if local is None or storage_options is not None or os.path.isdir(local):
-                return b""
+                return None
             make_folder(local)
-            return os.fsencode(local)
+            return local
 
         with collective(None, TIMEOUT) as ranks:
-            local = ranks.consult(b"", local_for)  # as rank 0 sees it
-        if local:
-            save(checkpoint, os.fsdecode(local))
+            local = ranks.decide(None, local_for)  # as rank 0 sees it
+        if local is not None:
+            save(checkpoint, local)
             return
         whole = tree_map_only(DTensor, self._whole, checkpoint)
         super().save_checkpoint(whole, path, storage_options)

@@ -20,7 +20,7 @@ import torch
 from fastserial.checkpoints.save import write
 from fastserial.errors import ConfigError, FastserialError, name_in
 from fastserial.files.destination import StockWay
-from fastserial.formats.zip_layout import ZipPlan, archive_name
+from fastserial.formats.zip_layout import ZipPlan
 from fastserial.memory.held_settings import quick_switches
 from fastserial.memory.storages import Batch, batch_of
 from fastserial.overlap import pending
@@ -66,9 +66,9 @@ def save_async(
     Args:
         obj: what to save. It is pickled at the call.
         path: the file. Where none can be replaced, the save is made before the call returns.
-        snapshot_budget: bytes that copies may take, of all saves together; by default half of the
-            memory that is free, divided by the ranks of the node. If the tensors do not fit, the
-            file is written before the call returns.
+        snapshot_budget: bytes that copies of the tensors may take, of all saves together; by
+            default half of the memory that is free, divided by the ranks of the node. If the
+            tensors do not fit, the file is written before the call returns.
         torch_save_arguments: as `torch.save`.
 
     Returns:
@@ -185,19 +185,6 @@ def _pickle(obj: object, layout: ZipArchive, arguments: Mapping[str, Any]) -> No
         arguments["pickle_protocol"],
         arguments["_disable_byteorder_record"],
     )
-
-
-def size_of(obj: object, path: str) -> int | None:
-    """Return the size of the file that would be written (bytes), None where torch writes it.
-
-    Raises:
-        Exception: the object cannot be pickled.
-    """
-    if patched("_save") is None:
-        return None
-    with ZipArchive(None, archive_name(path)) as layout:
-        _pickle(obj, layout, _ARGUMENTS)
-    return layout.lay_out().nbytes
 
 
 class _SnapshotArchive(ZipArchive):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import operator
 import os
 import signal
-import tempfile
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from time import perf_counter
@@ -15,15 +13,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from fastserial.errors import (
-    REMEDIES,
     CheckpointFileError,
     ConfigError,
     CorruptCheckpointError,
     UnreadableCheckpointError,
-    WriteError,
-    write_error,
 )
-from fastserial.files import linux
 from fastserial.overlap.asynchronous import check_budget
 from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import (
@@ -40,7 +34,6 @@ from fastserial.training.objects import (
     ResumeReport,
     ResumeRequest,
     StateName,
-    expected_bytes,
     lacks_of_rank,
     refuse_unrestorable,
     restore,
@@ -57,16 +50,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fastserial")
 _SIGNAL, _DUE = 1, 2  # flags that ranks exchange: a signal came, the time has passed
-
-
-def _too_small(path: str, keep: int, needed: int, free: int) -> WriteError:
-    text = (
-        f"{keep + 1} checkpoints need about {needed} bytes, {free} are free. "
-        + REMEDIES[errno.ENOSPC]
-    )
-    found = write_error(errno.ENOSPC, path, text)
-    found.bytes_needed, found.bytes_free = needed, free
-    return found
 
 
 class Checkpointer:
@@ -142,7 +125,7 @@ class Checkpointer:
             snapshot_budget: as `save_async`.
             incremental: what is the same as in the newest checkpoint of the folder, such as a
                 frozen model, is not written but cloned, where the file system has reflinks (XFS,
-                btrfs). It is compared; each file is whole. Not on several ranks.
+                btrfs). It is compared; each file is whole.
             rng: save and restore each rank's random generators (Python, torch, NumPy, CUDA).
             weights_only: as `torch.load`. Several ranks cannot load other files.
             group: the ranks that save together; by default all, if torch.distributed is in use.
@@ -185,11 +168,6 @@ class Checkpointer:
         self._manager = FolderManager(self._folder, retention, on_saved, self._mirror)
         self._ranks = _ranks_of(state, group, weights_only, timeout, merge)
         self._incremental = incremental
-        if incremental and type(self._ranks) is not SingleProcess:
-            raise ConfigError(
-                "incremental=True is for one process: several ranks write all of each file. "
-                "Leave it out"
-            )
         self._processes = _processes()
         self._prepared = 0  # the process that has the lock: not its forked child
         self._last: PendingSave | None = None
@@ -323,39 +301,6 @@ class Checkpointer:
         if last is not None:
             last.wait()
 
-    def check(self) -> int | None:
-        """Test before training what could fail later: saving, resuming, the space on the disk.
-
-        Returns:
-            The approximate size of a checkpoint (bytes); None where it is unknown.
-
-        Raises:
-            WriteError: the folder cannot be written, or is too small for `keep` + 1 checkpoints.
-            ConfigError: `resume` would refuse what is in the state (`weights_only`), or another
-                process saves in this folder.
-            RemoteError: the mirror cannot be reached.
-            OSError: the folder cannot be created.
-            Exception: an object cannot be pickled.
-        """
-        path = self._folder.path
-        self._prepare()
-        nbytes = self._ranks.size_of(self._job(0, None, 0.0))
-        try:
-            with tempfile.TemporaryFile(dir=path):
-                pass
-        except OSError as error:
-            raise write_error(error.errno or errno.EIO, path) from error
-        if self._mirror is not None:
-            self._on_main(self._mirror.steps)
-        if nbytes is None:
-            return None
-        nbytes += expected_bytes(self._state)
-        there = sum(self._folder.sizes().values())
-        needed, free = nbytes * (self._keep + 1), linux.free_bytes(path)
-        if needed > free + there:
-            raise _too_small(path, self._keep, needed, free)
-        return nbytes
-
     def save_on(self, *signals: int) -> None:
         """Make a checkpoint after one of these signals: the next `save` makes it, and waits for it.
 
@@ -398,7 +343,6 @@ class Checkpointer:
         *,
         only: Collection[str] | None = None,
         strict: bool = True,
-        rename: Mapping[str, str] | None = None,
     ) -> int:
         """Restore the newest whole checkpoint and return its step; 0 if there is none.
 
@@ -406,15 +350,13 @@ class Checkpointer:
         names them. The result is also 0 for a checkpoint of step 0: `step` is None if there is
         none. `resumed` says what was restored.
 
-            checkpointer.resume(only=["model"], strict=False, rename={"model.body": "model.core"})
+            checkpointer.resume(only=["model"], strict=False)
             checkpointer.resumed.missing  # ("model.head.weight",): as it was
 
         Args:
             step: restore the checkpoint of this step only.
             only: names of `state` and `per_rank`: nothing else is restored, no random generators.
             strict: False: what the checkpoint lacks stays unchanged, single keys of modules, too.
-            rename: prefixes of names in the file, and the prefixes here. A name is that of an
-                entry, or of a key in it (`model.encoder.0.weight`).
 
         Raises:
             FileNotFoundError: there is none of that step.
@@ -427,7 +369,7 @@ class Checkpointer:
             Exception: of the user's own `load_state_dict`, unchanged.
         """
         self.wait()
-        wanted = self._request(only, strict, rename or {})
+        wanted = self._request(only, strict)
         self._resumed = ResumeReport()
         self._on_main(self._manager.get_ready, step)
         if step is not None:
@@ -473,14 +415,12 @@ class Checkpointer:
             if self._ranks.is_main:
                 work(*arguments)
 
-    def _request(
-        self, only: Collection[str] | None, strict: bool, rename: Mapping[str, str]
-    ) -> ResumeRequest:
+    def _request(self, only: Collection[str] | None, strict: bool) -> ResumeRequest:
         if isinstance(only, str):
             raise ConfigError(f"only must be a list of names, not {only!r}")
         if unknown := [one for one in only or () if one not in {*self._state, *self._per_rank}]:
             raise ConfigError(f"only: {', '.join(unknown)}: neither in `state` nor in `per_rank`")
-        return ResumeRequest(self._state, self._per_rank, only, strict, rename)
+        return ResumeRequest(self._state, self._per_rank, only, strict)
 
     def latest(self) -> str | None:
         """Return the path of the newest checkpoint that is not truncated; None if there is none."""

@@ -19,7 +19,7 @@ import torch
 
 from fastserial.checksums import check_crc, crc32
 from fastserial.config import options
-from fastserial.distributed.onefile.background import size_of, start_save
+from fastserial.distributed.onefile.background import start_save
 from fastserial.distributed.onefile.calls import load
 from fastserial.distributed.ranks.group import Traffic, collective
 from fastserial.distributed.sharding.file_index import index_of_file
@@ -47,7 +47,6 @@ from fastserial.training.objects import (
     names_here,
     names_in,
     plain,
-    renamed_name,
     state_of,
 )
 from fastserial.training.rank_values import row_of
@@ -100,6 +99,7 @@ class ManyRanks(SingleProcess):
             merge=self._merge,
             began=job.began,
             then=job.then,
+            base=job.base,
         )
 
     @staticmethod
@@ -129,9 +129,6 @@ class ManyRanks(SingleProcess):
             own["ranks"] = FlatShard(shape, torch.uint8, start, nbytes, row_of(data, nbytes))
         return own
 
-    def _size(self, state: dict[str, Any], path: str, ranks: Any) -> int | None:
-        return size_of(state, path, ranks, self._merge)
-
     def steps(self, folder: CheckpointFolder) -> list[int]:
         def decision(folders: list[tuple[str, dict[int, int]]]) -> list[int]:
             seen: list[set[tuple[int, int]]] = [set(files.items()) for _, files in folders]
@@ -152,47 +149,32 @@ class ManyRanks(SingleProcess):
             return found
 
     def read(self, wanted: ResumeRequest, path: str) -> tuple[dict[str, Any], NameDifference]:
-        objects, rename = wanted.objects, wanted.rename
+        objects = wanted.objects
         with self.together(users_code=False) as ranks:
             here = names_here(objects, state_of_module) if wanted.is_partial else set()
 
             def decision(names: list[set[StateName]]) -> tuple[Any, ...]:
                 refusal, there = self._look(path, wanted)
-                news = [renamed_name(name, rename) for name in there]
-                unused = difference(set().union(*names), news, wanted.only is None).unused
+                unused = difference(set().union(*names), there, wanted.only is None).unused
                 return refusal, there, unused
 
             refusal, there, unused = ranks.decide(here, decision)
             found = NameDifference([], [])
             if refusal is None and wanted.is_partial:
-                news = [renamed_name(name, rename) for name in there]
-                found = NameDifference(difference(here, news, False).missing, unused)
+                found = NameDifference(difference(here, there, False).missing, unused)
                 lost = [*found.missing, *(name for name in unused if name.key is not None)]
                 if wanted.strict and lost:
                     names = ", ".join(map(str, lost[:_SHOWN]))
                     raise LoadMismatchError(f"{path}: it does not fit, see {names}")
-            into: dict[str, Any] = {OWN: None}
-            if rename:
-                into |= _renamed_targets(objects, there, rename)
-            else:
-                known = {name.entry for name in there}
-                for entry, value in objects.items():
-                    if entry in known or not wanted.is_partial:
-                        into[entry] = _filled(value)
+            known = {name.entry for name in there} if wanted.is_partial else objects.keys()
+            filled = {entry: _filled(one) for entry, one in objects.items() if entry in known}
+            into: dict[str, Any] = {OWN: None, **filled}
         if refusal is not None:
             raise refusal
         with options(verify_on_load=True):
             strict = not wanted.is_partial
             load(path, into, strict=strict, cast=True, group=self._group, timeout=self._timeout)
-        if not rename:
-            return into, found
-        filled: dict[str, Any] = {OWN: into[OWN]}
-        for name in there:
-            new = renamed_name(name, rename).entry
-            if new in objects and name.entry in into:
-                value = plain(objects[new])
-                filled[new] = value if is_live(value) else into[name.entry]
-        return filled, found
+        return into, found
 
     def _look(self, path: str, wanted: ResumeRequest) -> tuple[Exception | None, list[StateName]]:
         """Return why a file cannot be loaded, as rank 0 sees it, and the names in it.
@@ -288,24 +270,3 @@ def _filled(value: Any) -> Any:
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in held):
         return rebuilt(value, _filled)  # an optimizer may hold it, whose state needs its name
     return None
-
-
-def _renamed_targets(
-    objects: Mapping[str, Any], there: list[StateName], rename: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return what a load fills, by the names in the file; of modules, their tensors."""
-    lives = {entry: plain(value) for entry, value in objects.items()}
-    tensors = {
-        entry: state_of_module(one)
-        for entry, one in lives.items()
-        if isinstance(one, torch.nn.Module)
-    }
-    into: dict[str, Any] = {}
-    for name in there:
-        entry, key = renamed_name(name, rename)
-        if entry in tensors:
-            if key in tensors[entry]:
-                into.setdefault(name.entry, {})[name.key] = tensors[entry][key]
-        elif entry in objects:
-            into[name.entry] = _filled(objects[entry])
-    return into

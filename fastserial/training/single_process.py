@@ -13,11 +13,10 @@ from fastserial.checkpoints.load import load
 from fastserial.checkpoints.verify import verify
 from fastserial.errors import (
     CheckpointFileError,
-    ConfigError,
     CorruptCheckpointError,
     UnreadableCheckpointError,
 )
-from fastserial.overlap.asynchronous import size_of, start_save
+from fastserial.overlap.asynchronous import start_save
 from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import OWN, CheckpointFolder
 from fastserial.training.objects import (
@@ -27,7 +26,6 @@ from fastserial.training.objects import (
     names_here,
     names_in,
     refused,
-    renamed,
     restore,
     state_of,
     states,
@@ -141,24 +139,6 @@ class SingleProcess:
             if text := refused(state):
                 warnings.warn(f"{path}: {text}", UserWarning, stacklevel=4)
 
-    def size_of(self, job: SaveJob) -> int | None:
-        """Return the size that a file would have now (bytes), None where it is unknown.
-
-        Raises:
-            ConfigError: `resume` would refuse it.
-            Exception: an object cannot be pickled.
-        """
-        with self.together(users_code=False) as ranks:
-            state, of_rank = self._state(job, ranks)
-            nbytes = self._size(state, job.path, ranks)
-            theirs = {**state, **of_rank, OWN: None}
-            if self.is_main and self.weights_only and (text := refused(theirs)):
-                raise ConfigError(text)
-        return nbytes
-
-    def _size(self, state: dict[str, Any], path: str, ranks: Any) -> int | None:
-        return size_of(state, path)
-
     def steps(self, folder: CheckpointFolder) -> list[int]:
         """Return the steps whose files all ranks see, the last one first."""
         return folder.steps()
@@ -186,7 +166,6 @@ class SingleProcess:
         if not isinstance(found, dict) or not isinstance(found.get(OWN), dict):
             raise UnreadableCheckpointError("it has no entry of a Checkpointer", path=path)
         own = found.pop(OWN)
-        found = renamed(found, wanted.rename) if wanted.rename else found
         here, there = names_here(wanted.objects), names_in(found)
         return {**found, OWN: own}, difference(here, there, wanted.only is None)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support.damage import flip
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -23,7 +23,7 @@ from fastserial import convert, distributed, inspect, verify
 from fastserial.checkpoints.verify import checkpoints_in
 from fastserial.cli.main import app
 from fastserial.distributed import FastStorageReader, FastStorageWriter
-from fastserial.errors import ConvertError, CorruptCheckpointError, WriteError
+from fastserial.errors import ConvertError, CorruptCheckpointError
 
 WRITERS = ["dcp", "stock"]
 
@@ -226,15 +226,14 @@ def test_to_one_file_and_back(who: str, tmp_path: Path) -> None:
     assert_same(found, state)
     assert verify(tmp_path / "zip.pt").status == "ok"
     target = tmp_path / "new dcp"
-    convert(tmp_path / "zip.pt", target, "dcp")
+    with pytest.raises(ConvertError, match=r"mmap=True\), storage_writer=FastStorageWriter"):
+        convert(tmp_path / "zip.pt", target, "dcp")  # type: ignore[arg-type]
+    mapped = torch.load(tmp_path / "zip.pt", mmap=True)
+    save(mapped, target, "dcp")
     assert verify(target).status == "ok"
-    found = load(a_state() | {"step": None}, FastStorageReader(target))
-    assert_same(found, state)
     convert(target, tmp_path / "again.pt")
     assert_same(torch.load(tmp_path / "again.pt"), state)
-    assert_same(load(a_state(), dcp.FileSystemReader(tmp_path / "new dcp")), state)
-    convert(tmp_path / "folder", tmp_path / "folder 2", "dcp")
-    assert_same(load(a_state(), FastStorageReader(tmp_path / "folder 2")), state)
+    assert_same(load(a_state(), dcp.FileSystemReader(target)), state)
 
 
 @pytest.mark.parametrize("who", WRITERS)
@@ -261,8 +260,6 @@ def test_to_safetensors_and_back(who: str, tmp_path: Path) -> None:
         convert(source, tmp_path / "back.pt")
         assert_same(dict(sorted(torch.load(tmp_path / "back.pt").items())),
                     dict(sorted(state.items())))  # fmt: skip
-        convert(source, tmp_path / "back", "dcp")
-        assert_same(load(a_state()["model"], dcp.FileSystemReader(tmp_path / "back")), state)
 
 
 def test_what_cannot_be_converted(tmp_path: Path) -> None:
@@ -272,19 +269,11 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match="not empty"):
         convert(tmp_path / "folder", tmp_path, key="model", shard_nbytes=10)
     with pytest.raises(ConvertError, match="the same"):
-        convert(tmp_path / "folder", tmp_path / "folder", "dcp")
-    torch.save([1], tmp_path / "list.pt")
-    with pytest.raises(ConvertError, match="dictionary"):
-        convert(tmp_path / "list.pt", tmp_path / "y", "dcp")
+        convert(tmp_path / "folder", tmp_path / "folder")
     file = tmp_path / "folder" / "__0_0.distcp"
     flip(file, file.stat().st_size // 2)
     with pytest.raises(CorruptCheckpointError):
         convert(tmp_path / "folder", tmp_path / "x.pt", verify=True)
-    (tmp_path / "taken").write_text("")
-    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
-    with pytest.raises((WriteError, OSError)):
-        convert(tmp_path / "a.safetensors", tmp_path / "taken", "dcp")
-    assert (tmp_path / "taken").read_text() == ""
 
 
 @pytest.mark.parametrize(("part", "byte"), [(b"\x80\x02", 0), (b"PK\1\2", 10)])
@@ -300,30 +289,20 @@ def test_damage_of_a_value_is_damage(part: bytes, byte: int, tmp_path: Path) -> 
         distributed.load(tmp_path / "folder", {"w": torch.zeros(3), "text": ""})
 
 
-def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
-    save({"a": torch.zeros(3)}, tmp_path / "folder", "dcp")
-    convert(tmp_path / "a.safetensors", tmp_path / "folder", "dcp")
-    assert sorted(os.listdir(tmp_path / "folder")) == [".metadata", "__0_1.distcp"]
-    assert_same(load({"a": torch.zeros(3)}, FastStorageReader(tmp_path / "folder")),
-                {"a": torch.ones(3)})  # fmt: skip
-
-
-# -- ranks with checkpoints of their own ----------------------------------------------------------
+# -- ranks with checkpoints of their own -----------------------------------------------------------
 
 
 def save_alone(rank: int, state: dict[str, Any], path: Path) -> None:
     """Save as a rank does with `use_collectives=False`."""
-    writer, planner = FastStorageWriter(path), DefaultSavePlanner()
+    writer, planner = dcp.FileSystemWriter(path), DefaultSavePlanner()
     writer.set_up_storage_writer(True, rank=rank, use_collectives=False)
     planner.set_up_planner(state, writer.storage_meta(), True)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the other ranks' checkpoints
+        plan = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([plan])
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
     writer.finish(metadata, [writer.write_data(plan, planner).wait()])
-
-
-# -- ranks with checkpoints of their own -----------------------------------------------------------
 
 
 def test_ranks_with_checkpoints_of_their_own(tmp_path: Path) -> None:
@@ -332,7 +311,6 @@ def test_ranks_with_checkpoints_of_their_own(tmp_path: Path) -> None:
         save_alone(rank, state, tmp_path / "folder")
     report = verify(tmp_path / "folder")
     assert report.ok, report
-    assert not report.notes
     found = inspect(tmp_path / "folder")
     assert [(one.key, one.shape, one.kind) for one in found.tensors] == [
         ("w", (5,), "tensor, in __0.metadata"),
@@ -348,35 +326,6 @@ def test_ranks_with_checkpoints_of_their_own(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match=r"folder: each rank saved .* of its own"):
         convert(tmp_path / "folder", tmp_path / "file.pt")
     assert not (tmp_path / "file.pt").exists()
-
-
-# -- to a folder -----------------------------------------------------------------------------------
-
-
-def odd_states() -> dict[str, tuple[Any, str]]:
-    return {
-        "joined": ({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, r"same one \(.*a\.b\)"),
-        "number": ({1: torch.ones(1), "1": torch.ones(2)}, r"same one \(.*1\)"),
-        "sparse": (
-            {"x": {"s": torch.eye(5).to_sparse()}},
-            r"entry 'x\.s' .* layout torch.sparse_coo",
-        ),
-        "meta": (
-            {"m": torch.empty(3, device="meta")},
-            r"entry 'm' .* without memory \(device meta\)",
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", list(odd_states()))
-def test_what_a_folder_cannot_hold(name: str, tmp_path: Path) -> None:
-    state, text = odd_states()[name]
-    torch.save(state, tmp_path / "file.pt")
-    target = tmp_path / "new" / "folder"
-    with pytest.raises(ConvertError, match=rf"file\.pt: .*{text}.*--key") as caught:
-        convert(tmp_path / "file.pt", target, "dcp")
-    assert os.listdir(tmp_path) == ["file.pt"], "something is left of the target"
-    assert "\n" not in str(caught.value)
 
 
 # -- what a folder does not tell by itself ---------------------------------------------------------
@@ -395,8 +344,7 @@ def test_what_a_folder_does_not_keep(tmp_path: Path) -> None:
     """Integer keys and shared memory, as in stock's tools; a warning names the keys."""
     model, optimizer = trained()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(state, tmp_path / "x.pt")
-    convert(tmp_path / "x.pt", tmp_path / "folder", "dcp")
+    save(state, tmp_path / "folder", "dcp")
     assert verify(tmp_path / "folder").ok
     with pytest.warns(UserWarning, match=r"'optimizer\.state\.0\.\w+' and \d+ more are text"):
         convert(tmp_path / "folder", tmp_path / "y.pt")

@@ -1,4 +1,4 @@
-"""A rank of a DeepSpeed job that saves one file, or goes on from one. Started by `launch`.
+"""A rank of a DeepSpeed job that saves one file. Started by `launch`.
 
 The model has tied weights, parameters of odd sizes, a frozen one, a buffer, and one parameter
 group for biases. All ranks see the same data, so that jobs of any size do the same.
@@ -19,12 +19,10 @@ import torch
 from torch import nn
 
 import fastserial
-from fastserial.errors import FastserialError
 from fastserial.integrations.deepspeed import (
     FastserialCheckpointEngine,
     enable,
     install,
-    load_full,
     save_full,
 )
 
@@ -110,13 +108,8 @@ def main() -> None:
     parser.add_argument("--by-config", action="store_true", help="switch fastserial on by it")
     parser.add_argument("--large", action="store_true", help="with a larger parameter")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--load", help="a file to begin with")
-    parser.add_argument("--weights-only", action="store_true")
-    parser.add_argument("--again", help="save what was loaded to this file")
     parser.add_argument("--save-at", type=int)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--refused", help="what to try to load")
     options = parser.parse_args()
 
     torch.manual_seed(7)
@@ -126,17 +119,7 @@ def main() -> None:
     if options.by_config:
         install()
     engine = made(options)
-    if options.refused:
-        try:
-            load_full(engine, options.refused)
-        except FastserialError as error:
-            say(refused=type(error).__name__, text=str(error))
-    if options.load:
-        state = load_full(engine, options.load, optimizer=not options.weights_only)
-        say(state=state, steps=engine.global_steps)
-    if options.again:
-        save_full(engine, options.again, client_state=state)
-    for step in range(options.first, options.steps):
+    for step in range(options.steps):
         loss = engine(batch(step))
         engine.backward(loss)
         engine.step()

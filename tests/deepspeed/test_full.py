@@ -1,4 +1,4 @@
-"""One file of a DeepSpeed engine: what `zero_to_fp32` and `save_16bit_model` would give, and back.
+"""One file of a DeepSpeed engine: what `zero_to_fp32` and `save_16bit_model` would give.
 
 On CPU with gloo. `full.py` is what ranks run; more settings with FASTSERIAL_DISTRIBUTED=full.
 """
@@ -55,17 +55,6 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
-def alike(a: Any, b: Any) -> bool:
-    """Return whether two nests are the same, the order of keys and the types included."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(alike, a, b))
-    return same(a, b)
-
-
 @pytest.mark.parametrize(("stage", "config", "options"), CASES)
 def test_one_file(
     launch: Launch, tmp_path: Path, stage: int, config: dict[str, Any], options: list[str]
@@ -73,28 +62,10 @@ def test_one_file(
     run: list[Any] = ["--stage", stage, "--config", json.dumps(config), *options]
     said = launch(2, *run, "--save-at", SAVED, "--folder", tmp_path, program=PROGRAM)
     check_exit(said)
-    unbroken = losses(said)
-    assert len(unbroken) == 2 * STEPS
+    assert len(losses(said)) == 2 * STEPS
     if config is not FP32_GRADIENTS:  # zero_to_fp32 finds "not a zero checkpoint"
         compare_with_zero_to_fp32(tmp_path, stage)
     compare_with_16bit(tmp_path)
-
-    # On as many ranks: the same run. On one: about the same, and at first the same state.
-    back = ["--first", SAVED, "--load", tmp_path / "full.pt"]
-    resumed = launch(2, *run, *back, "--again", tmp_path / "2.pt", program=PROGRAM)
-    check_exit(resumed)
-    assert len(losses(resumed)) == 2 * (STEPS - SAVED)
-    assert losses(resumed).items() <= unbroken.items()
-    assert [line["steps"] for line in having(resumed, "steps")] == [SAVED] * 2
-
-    alone = launch(1, *run, *back, "--again", tmp_path / "1.pt", program=PROGRAM)
-    check_exit(alone)
-    for rank_and_step, loss in losses(alone).items():
-        # The first is exact; then gradients of one rank are no longer means of two.
-        expected = float.fromhex(unbroken[rank_and_step])
-        assert float.fromhex(loss) == pytest.approx(expected, rel=1e-5)
-    for name in ("1.pt", "2.pt"):
-        assert alike(torch.load(tmp_path / name), torch.load(tmp_path / "full.pt"))
 
 
 def compare_with_zero_to_fp32(folder: Path, stage: int) -> None:
@@ -148,25 +119,6 @@ def test_plain_torch_goes_on(launch: Launch, tmp_path: Path) -> None:
                 group["lr"] = full.rate(step)
             optimizer.step()
         assert {int(state["step"]) for state in optimizer.state.values()} == {STEPS}
-
-
-def test_another_stage(launch: Launch, tmp_path: Path) -> None:
-    """A file of ZeRO 2 in ZeRO 3; and one that no ZeRO can take."""
-    said = launch(2, "--stage", 2, "--save-at", SAVED, "--folder", tmp_path, program=PROGRAM)
-    check_exit(said)
-    options: list[Any] = ["--stage", 3, "--config", json.dumps(BF16)]
-    again = ["--load", tmp_path / "full.pt", "--again", tmp_path / "again.pt", "--steps", 0]
-    check_exit(launch(2, *options, *again, program=PROGRAM))
-    state = torch.load(tmp_path / "full.pt")
-    assert alike(torch.load(tmp_path / "again.pt"), state)
-
-    state["optimizer"]["state"]["up.bias"]["step"] += 1
-    torch.save(state, tmp_path / "odd.pt")
-    said = launch(2, *options, "--refused", tmp_path / "odd.pt", "--steps", 0, program=PROGRAM)
-    check_exit(said)
-    for line in having(said, "refused"):
-        assert line["refused"] == "DistributedMismatchError"
-        assert "under ZeRO they share one" in line["text"]
 
 
 @pytest.mark.parametrize(("how", "writers"), WRITERS)

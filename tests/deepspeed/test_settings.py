@@ -75,7 +75,7 @@ def test_section() -> None:
     for off in (None, False, {"enabled": False, "durable": False}):
         assert _section(off) is None
     assert _section(True) == {}
-    assert _section({"enabled": True, "overlap": True}) == {"overlap": True}
+    assert _section({"enabled": True, "overlap": False}) == {"overlap": False}
     with pytest.raises(ConfigError, match="must be true, false or options"):
         _section(7)
     with pytest.raises(ConfigError, match="unknown option speed"):

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support import ranks
 from support.damage import flip
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fastserial.distributed import FastStorageReader, FastStorageWriter
-from fastserial.distributed.dcp.folder import ShardFolder
-from fastserial.errors import CorruptCheckpointError, WriteError
+from fastserial.errors import ConfigError, CorruptCheckpointError
 
 pytestmark = pytest.mark.skipif(
     "use_collectives" not in inspect.signature(dcp.save).parameters,
@@ -25,12 +23,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def save(value: int, path: Path, *, alone: bool = False, stock: bool = False) -> None:
-    writer: Any = dcp.FileSystemWriter(path) if stock else FastStorageWriter(path)
+def save(value: int, path: Path, writer: Any = FastStorageWriter, *, alone: bool = False) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this is one process
         dcp.save(
-            {"a": torch.full((1000,), value)}, storage_writer=writer, use_collectives=not alone
+            {"a": torch.full((1000,), value)},
+            storage_writer=writer(path),
+            use_collectives=not alone,
         )
 
 
@@ -42,52 +41,33 @@ def load(path: Path) -> int:
     return int(found["a"][0])
 
 
-def test_one_of_all_ranks_replaces_those_of_single_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded: list[int] = []
-    drop, sweep = ShardFolder.drop_lone_metadata, ShardFolder.sweep
-
-    def dropping(folder: ShardFolder) -> None:
-        loaded.append(load(tmp_path))
-        drop(folder)
-        loaded.append(load(tmp_path))
-
-    def sweeping(folder: ShardFolder, rank: int | None) -> None:
-        sweep(folder, rank)
-        loaded.append(load(tmp_path))
-
-    save(2, tmp_path, alone=True)
-    (tmp_path / "__1.metadata").write_bytes((tmp_path / "__0.metadata").read_bytes())
-    monkeypatch.setattr(ShardFolder, "drop_lone_metadata", dropping)
-    monkeypatch.setattr(ShardFolder, "sweep", sweeping)
-    save(3, tmp_path)
-    assert loaded == [2, 3, 3, 3], "the old checkpoint or the new one"
-    assert sorted(os.listdir(tmp_path)) == [".metadata", "__0_1.distcp"]
+def test_they_are_left_to_stock(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no_dist=True; or use torch's FileSystemWriter"):
+        save(1, tmp_path, alone=True)
+    assert not os.listdir(tmp_path)
+    save(1, tmp_path, dcp.FileSystemWriter, alone=True)
+    assert load(tmp_path) == 1
 
 
-def test_those_of_single_ranks_do_not_hide_behind_one_of_all(tmp_path: Path) -> None:
-    save(1, tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(WriteError, match="save into another folder, or remove this file"):
-        save(2, tmp_path, alone=True)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    (tmp_path / ".metadata").unlink()  # as it says
-    save(2, tmp_path, alone=True)
-    assert load(tmp_path) == 2
+def test_a_save_of_all_ranks_beside_them(tmp_path: Path) -> None:
+    """It is the one that is loaded, and leaves them whole."""
+    save(1, tmp_path, dcp.FileSystemWriter, alone=True)
+    for value in (2, 3):
+        save(value, tmp_path)
+        assert load(tmp_path) == value
+    (tmp_path / ".metadata").unlink()
+    assert load(tmp_path) == 1
 
 
-@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("writer", [dcp.FileSystemWriter, FastStorageWriter])
 def test_a_damaged_one_of_all_ranks_does_not_end_in_an_older_one(
-    stock: bool, tmp_path: Path
+    writer: Any, tmp_path: Path
 ) -> None:
-    save(1, tmp_path, alone=True, stock=stock)
-    older = (tmp_path / "__0.metadata").read_bytes()
-    save(2, tmp_path, stock=stock)
-    (tmp_path / "__0.metadata").write_bytes(older)  # of ours, no save leaves it there
+    save(1, tmp_path, dcp.FileSystemWriter, alone=True)
+    save(2, tmp_path, writer)
     reader = FastStorageReader(tmp_path)
     assert "a" in reader.read_metadata(rank=0).state_dict_metadata
-    if stock:
+    if writer is dcp.FileSystemWriter:
         os.truncate(tmp_path / ".metadata", 200)
     else:
         flip(tmp_path / ".metadata", 200)
@@ -95,10 +75,3 @@ def test_a_damaged_one_of_all_ranks_does_not_end_in_an_older_one(
             reader.read_metadata(rank=0)
     with pytest.raises(CheckpointException):
         load(tmp_path)
-
-
-def test_two_ranks_in_one_folder(tmp_path: Path) -> None:
-    ranks.run("dcp_alone", 2, tmp_path)
-    names = {"__0.metadata", "__1.metadata"}
-    assert names < set(os.listdir(tmp_path))
-    assert len(os.listdir(tmp_path)) == 4, "files of earlier checkpoints stay behind"

@@ -90,7 +90,7 @@ def writer_of(who: str, folder: Path) -> Any:
 @pytest.mark.parametrize("alignment", [64, 4096])
 @pytest.mark.parametrize("checksums", [True, False])
 def test_a_rank_writes_the_bytes_of_stock(alignment: int, checksums: bool, tmp_path: Path) -> None:
-    state = odd_state()
+    state = {key: one for key, one in odd_state().items() if "descriptor" not in key}
     if alignment != 64 and not has_alignment():
         pytest.skip("torch.utils.serialization.config is missing: no other alignment")
     with (

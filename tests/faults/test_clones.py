@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ import states
 import torch
 from mounts import Lab, fill, need, run
 from proofs import Proof
-from support import changing
+from support import changing, ranks
 from support.forms import FULL
 from victims import Zygote
 
@@ -157,4 +158,27 @@ def test_kill(disk: Path, zygote: Zygote, dice: random.Random, proof: Proof, tri
         assert states.listing(disk) == ["x.pt"]
         newest = found + 1
         assert torch.equal(torch.load(path)["frozen"], torch.arange(4 * MiB))
+    assert hits >= trials // 2
+
+
+@pytest.mark.trials(2, 50)
+def test_killed_ranks(disk: Path, dice: random.Random, trials: int) -> None:
+    """A rank is killed while it clones from the file that the save replaces."""
+    hits = 0
+    for trial in range(trials):
+        folder = disk / str(trial)
+        (folder / "out").mkdir(parents=True)
+        (folder / "flags").write_bytes(bytes(4))
+        path = folder / "out" / "file.pt"
+        job = ranks.Job("ranks_die", 2, folder, "clones")
+        victim, ended = job.kill_somewhere(path, dice, 100)
+        assert all(end.code == 0 for rank, end in enumerate(ended) if rank != victim), ended
+        hits += (folder / "flags").read_bytes()[victim]
+        state = torch.load(path)
+        assert all((state[key] == state["step"]).all() for key in ("rows", "columns", "all"))
+        assert torch.equal(state["frozen"], torch.arange(1 << 21))
+        assert fastserial.verify(path).ok
+        fastserial.save(state, path)
+        assert os.listdir(path.parent) == ["file.pt"]
+        shutil.rmtree(folder)
     assert hits >= trials // 2

@@ -16,7 +16,7 @@ from support import changing
 from torch.distributed.fsdp import fully_shard
 
 import fastserial
-from fastserial import Checkpointer, ConfigError, SaveReport
+from fastserial import Checkpointer, SaveReport
 from fastserial.saving import incremental
 
 
@@ -185,12 +185,20 @@ def test_save_async_of_a_checkpointer(tmp_path: Path, reflinks: list[tuple[int, 
     assert model.weight.any()
 
 
-def test_several_ranks_write_each_file_whole(tmp_path: Path) -> None:
+def test_a_checkpointer_of_ranks(tmp_path: Path, reflinks: list[tuple[int, int]]) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = dist.init_device_mesh("cpu", (1,))
-        model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
-        with pytest.raises(ConfigError, match="incremental=True is for one process"):
-            Checkpointer(tmp_path, {"model": model}, incremental=True)
+        model = fully_shard(torch.nn.Linear(1000, 1000), mesh=mesh)
+        with Checkpointer(tmp_path, {"model": model}, incremental=True) as checkpointer:
+            reports = []
+            for step in range(3):
+                saving = checkpointer.save(step)
+                assert saving is not None
+                reports.append(saving.result())
+        assert [report.cloned > 3_900_000 for report in reports] == [False, True, True]
+        written = sum(part.bytes for part in reports[1].ranks)
+        assert 0 < reports[1].bytes - reports[1].cloned - written < 4096  # the end of the archive
     finally:
         dist.destroy_process_group()
+    assert fastserial.verify(tmp_path / "step-00000002.pt").ok

@@ -190,28 +190,6 @@ def test_signals(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000002.pt"]
 
 
-def test_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run("adam")
-    with Checkpointer(tmp_path, run.state) as checkpointer:
-        expected = checkpointer.check()
-        run.step()
-        checkpointer.save(1)
-    size = (tmp_path / "step-00000001.pt").stat().st_size
-    assert expected is not None
-    assert abs(expected - size) < size // 10
-    monkeypatch.setattr("fastserial.files.linux.free_bytes", lambda place: size)
-    with (
-        Checkpointer(tmp_path, run.state) as checkpointer,
-        pytest.raises(fastserial.WriteError, match="4 checkpoints need"),
-    ):
-        checkpointer.check()
-    with (
-        Checkpointer(tmp_path, {"x": lambda: 0}) as checkpointer,
-        pytest.raises(Exception, match="pickle"),
-    ):
-        checkpointer.check()
-
-
 def test_an_error_shows_at_the_next_save(tmp_path: Path) -> None:
     def fail(threads: int) -> Any:
         raise OSError(5, "no engine")
@@ -248,17 +226,6 @@ def test_a_step_is_a_whole_number_of_any_type(tmp_path: Path, kind: Callable[[in
         with pytest.raises(TypeError):
             checkpointer.save(3.0)  # type: ignore[arg-type]
     assert names(tmp_path) == ["step-00000003.pt"]
-
-
-def test_check_tells_what_could_not_be_resumed_from(tmp_path: Path) -> None:
-    state = {"best": np.float64(0.5), "x": torch.ones(3)}
-    with Checkpointer(tmp_path, state) as checkpointer:
-        with pytest.raises(fastserial.ConfigError, match=r"best: .*numpy"):
-            checkpointer.check()
-        state["best"] = 0.5
-        assert checkpointer.check()
-    with Checkpointer(tmp_path, {"x": Custom()}, weights_only=False) as checkpointer:
-        assert checkpointer.check()
 
 
 def test_containers_of_other_objects_are_refused(tmp_path: Path) -> None:
@@ -379,7 +346,7 @@ def test_compiled_modules_make_the_same_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *[("keep", 0), ("keep", None), ("every", 0), ("every", "10"), ("snapshot", "none")],
+        *[("keep", 0), ("keep", None), ("every", 0), ("every", "10")],
         *[("snapshot_budget", "1GB"), ("keep_every", 0), ("keep_best", "loss")],
         *[("keep_best", ("loss", "least")), ("keep_for", "soon")],
     ],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,13 +24,12 @@ from fastserial.distributed.ranks.exchange import GatheredMemory
 from fastserial.errors import LayoutError
 from fastserial.formats.dcp import Known
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Made, Trailer
-from fastserial.formats.zip_layout import ZipLayout, lookalike_of
-from fastserial.memory.storages import HostMemory, Memory, bytes_at, host_bytes
+from fastserial.formats.zip_layout import ZipLayout
+from fastserial.memory.storages import HostMemory, Memory
 from fastserial.memory.untouched import Untouched
 from fastserial.patching.self_check import self_check
 from fastserial.saving.archive import checksums_wanted, finish_layout, storage_alignment
 
-_HEAD = 8  # bytes of a tensor that torch may take for a data descriptor
 _ARCHIVE = "archive"  # torch's name for what goes to a stream
 _PROTOCOL = 2  # torch.save's default
 
@@ -42,13 +41,11 @@ class TensorBytes(NamedTuple):
         memory: its bytes, in the order in which they are saved.
         nbytes: how many.
         strides: of the tensor that is loaded from them (elements).
-        address: of the memory on the host, 0 if the bytes are not contiguous there.
     """
 
     memory: Memory
     nbytes: int
     strides: tuple[int, ...]
-    address: int
 
 
 def bytes_of(tensor: torch.Tensor) -> TensorBytes | None:
@@ -71,14 +68,13 @@ def bytes_of(tensor: torch.Tensor) -> TensorBytes | None:
     if dense:
         strides = tensor.stride()
         if tensor.device.type == "cpu":
-            address = tensor.data_ptr()
-            return TensorBytes(HostMemory(address, nbytes, tensor), nbytes, strides, address)
+            return TensorBytes(HostMemory(tensor.data_ptr(), nbytes, tensor), nbytes, strides)
     elif tensor.untyped_storage().nbytes() == nbytes:
         return None  # it is saved with its overlaps and gaps
     else:
         strides = torch.empty_like(tensor, device="meta").stride()
     memory = GatheredMemory(tensor.permute(outermost_first(strides)), 0, nbytes)
-    return TensorBytes(memory, nbytes, strides, 0)
+    return TensorBytes(memory, nbytes, strides)
 
 
 def outermost_first(strides: Sequence[int]) -> list[int]:
@@ -128,7 +124,6 @@ def frame_of(
     strides: tuple[int, ...],
     alignment: int,
     checksums: bool,
-    first_bytes: bytes = b"",
 ) -> Frame:
     """Return what `torch.save` would put around the bytes of a tensor that is alone in its storage.
 
@@ -136,8 +131,6 @@ def frame_of(
         dtype, shape, strides: of the tensor.
         alignment: of the data, in the archive (bytes).
         checksums: whether there are CRC-32s.
-        first_bytes: the first 8 bytes of the data if they begin like a zip data descriptor: torch
-            takes them for one.
 
     Raises:
         LayoutError: torch writes a tensor with several storages.
@@ -147,7 +140,7 @@ def frame_of(
     try:
         tensor = torch.empty(0, dtype=dtype, device="cpu")
         tensor.set_(untouched.storage(nbytes), 0, shape, strides)
-        archive = _RecordLayout(ZipLayout(_ARCHIVE, alignment, checksums), first_bytes)
+        archive = _RecordLayout(ZipLayout(_ARCHIVE, alignment, checksums))
         save: Any = torch.serialization._save
         save(tensor, archive, pickle, _PROTOCOL, False)
         del tensor
@@ -160,9 +153,8 @@ def frame_of(
 class _RecordLayout:
     """Takes records in place of torch's PyTorchFileWriter, and writes nothing."""
 
-    def __init__(self, layout: ZipLayout, first_bytes: bytes) -> None:
+    def __init__(self, layout: ZipLayout) -> None:
         self.layout = layout
-        self._first_bytes = first_bytes
         self._has_data = False
 
     def archive_name(self) -> str:
@@ -178,7 +170,7 @@ class _RecordLayout:
         if self._has_data:
             raise LayoutError("torch saves one tensor with several storages")
         self._has_data = True
-        self.layout.add_memory(name, HostMemory(0, size, None), self._first_bytes)
+        self.layout.add_memory(name, HostMemory(0, size, None), b"")
 
 
 # -- the file --------------------------------------------------------------------------------------
@@ -233,18 +225,12 @@ class _PlacedItem:
 class ShardLayout:
     """Lays items out one after the other. `take` returns what is to be written next."""
 
-    def __init__(
-        self,
-        name: str,
-        bytes_of: Callable[[torch.Tensor], TensorBytes | None] = bytes_of,
-    ) -> None:
+    def __init__(self, name: str) -> None:
         """Start an empty file.
 
         Args:
             name: of the file, as `.metadata` gives it.
-            bytes_of: says where the bytes of tensors are.
         """
-        self._bytes_of = bytes_of
         self._name = name
         self._checksums = checksums_wanted()
         self._alignment = storage_alignment()
@@ -271,7 +257,7 @@ class ShardLayout:
                 f"{item.index.fqn}: its layout is {tensor.layout}, which stock cannot load: "
                 "save it dense"
             )
-        found = self._bytes_of(tensor) if self._is_zip_known else None
+        found = bytes_of(tensor) if self._is_zip_known else None
         frame = self._frame(tensor, found) if found is not None else None
         if found is None or frame is None:
             self._add_bytes(item, _saved_by_torch(tensor), None)
@@ -298,14 +284,9 @@ class ShardLayout:
 
     def _frame(self, tensor: torch.Tensor, found: TensorBytes) -> Frame | None:
         """Return what surrounds a tensor's bytes; None if only torch knows."""
-        head = b""
-        if found.nbytes >= _HEAD:
-            address = found.address
-            head = bytes_at(address, _HEAD) if address else host_bytes(found.memory, _HEAD)
-            head = head if lookalike_of(head) is not None else b""
         kind = tensor.dtype, tensor.shape, found.strides
         try:
-            return frame_of(*kind, self._alignment, self._checksums, head)
+            return frame_of(*kind, self._alignment, self._checksums)
         except LayoutError:
             return None
 

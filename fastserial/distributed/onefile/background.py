@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 from fastserial.distributed.onefile.saver import TIMEOUT, SaveTask, Writers
-from fastserial.distributed.ranks.group import Traffic, collective, path_of
+from fastserial.distributed.ranks.group import collective, path_of
 from fastserial.memory.held_settings import quick_switches
 from fastserial.overlap import pending
 from fastserial.overlap.asynchronous import check_budget
@@ -89,12 +89,14 @@ def start_save(
     writers: Writers = "all",
     merge: Literal["union"] | None = None,
     then: Callable[[], object] | None = None,
+    base: str | None = None,
 ) -> PendingSave:
     """Start a save; as `save_async`.
 
     Args:
         began: when the user's call did (`perf_counter`).
         then: called on each rank's saving thread after the commit.
+        base: as `distributed.save`.
     """
     saving: SaveTask | None = None
     handed: list[bool] = []  # the saving thread gives up itself
@@ -109,7 +111,7 @@ def start_save(
             path = path_of(path, obj, "distributed.save_async(obj, path)")
             target = os.path.realpath(path) if "\0" not in path else path
             pending.admit(target)  # raises if the save before failed, and nobody asked
-            saving = SaveTask(traffic, path, writers, merge, began)
+            saving = SaveTask(traffic, path, writers, merge, began, base)
             saving.prepare(obj)
             taken = Snapshot(budget, began)
             saving.freeze(taken)
@@ -128,24 +130,6 @@ def start_save(
             saving.give_up()
         raise
     return pending.run_at_once(path, target, work)
-
-
-def size_of(
-    obj: object,
-    path: str,
-    traffic: Traffic,
-    merge: Literal["union"] | None = None,
-) -> int:
-    """Return the bytes of the file that would be written. To be called in a `collective`.
-
-    Args:
-        merge: as `save_async`.
-
-    Raises:
-        DistributedError: another rank failed, or the ranks' states differ.
-        Exception: the state cannot be saved.
-    """
-    return SaveTask(traffic, path, "all", merge, perf_counter()).measure(obj)
 
 
 def _write(saving: SaveTask, taken: Snapshot, then: Callable[[], object] | None) -> SaveReport:

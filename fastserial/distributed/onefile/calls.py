@@ -23,6 +23,7 @@ def save(
     writers: Writers = "all",
     timeout: float = TIMEOUT,
     merge: Literal["union"] | None = None,
+    base: str | os.PathLike[str] | None = None,
     format: Literal["torch", "safetensors"] = "torch",
     shard_nbytes: int = 50_000_000_000,
 ) -> SaveReport:
@@ -45,6 +46,8 @@ def save(
         timeout: seconds after which a rank that is not heard from counts as lost.
         merge: "union": ranks may have different keys, as the stages of a pipeline do; the file has
             all of them, in the order of the ranks.
+        base: an earlier checkpoint, as rank 0 gives it: what a rank has as it is there is not
+            written but cloned, where the file system has reflinks; as `fastserial.save`.
         format: "safetensors": `path` is a folder, which becomes what Hugging Face's
             `save_pretrained` makes of a model's weights; `obj` is the module, or a dictionary of
             tensors by their names. Of tied weights the first stays.
@@ -61,10 +64,11 @@ def save(
         Exception: an object cannot be pickled, or a `state_dict()` failed, on this rank.
     """
     if format == "torch":
-        return save_file(obj, path, group, writers, timeout, merge)
-    if format != "safetensors" or merge is not None:
+        return save_file(obj, path, group, writers, timeout, merge, base)
+    if format != "safetensors" or merge is not None or base is not None:
         raise ConfigError(
-            f'format must be "torch" or "safetensors", the latter without merge, not {format!r}'
+            'format must be "torch" or "safetensors", the latter without merge and base, not '
+            f"{format!r}"
         )
     return save_folder(obj, path, group, writers, timeout, shard_nbytes)
 

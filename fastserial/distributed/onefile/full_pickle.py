@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -129,93 +130,103 @@ class FileLayout(ZipArchive):
 _PROTOCOL = 2  # torch.save's default
 
 
-def lay_out(archive: str, state: object, values: Sequence[Any], table: StateTable) -> FileLayout:
+class StandIns:
+    """What is pickled in place of sources that are not pickled as they are; no bytes of them.
+
+    Attributes:
+        table: of the sources.
+        made: a tensor for a sharded source, a storage for that of plain tensors, by their numbers.
+        reduced: how torch pickles the former.
+        of_storage: numbers of the sources, by the identity of the storages.
+    """
+
+    def __init__(self, table: StateTable, values: Sequence[Any]) -> None:
+        """Make them.
+
+        Args:
+            values: the leaves of the state.
+
+        Raises:
+            OSError: there are not as many addresses.
+        """
+        self.table = table
+        self.made: dict[int, torch.Tensor | torch.UntypedStorage] = {}
+        self.reduced: dict[int, Any] = {}
+        self.of_storage: dict[int, int] = {}
+        untouched = Untouched(sum(spec.nbytes for spec in table.specs), len(table.specs))
+        weakref.finalize(self, untouched.close)
+        for number, (spec, first) in enumerate(zip(table.specs, table.firsts, strict=True)):
+            leaf = values[first]
+            joined = isinstance(leaf, LeafSpec)
+            if leaf.storage is not None if joined else is_plain(leaf):
+                if not joined and leaf.device.type == "cpu":
+                    continue
+                self.made[number] = storage = untouched.storage(spec.nbytes)
+            else:
+                self.made[number] = whole = untouched.tensor(spec.shape, spec.dtype)
+                if not isinstance(leaf, FlatShard) and leaf.requires_grad:
+                    whole.requires_grad_()
+                self.reduced[number] = _reduced(whole)
+                storage = whole.untyped_storage()
+            self.of_storage[storage._cdata] = number
+
+
+def lay_out(archive: str, state: object, values: Sequence[Any], stand_ins: StandIns) -> FileLayout:
     """Let torch pickle a state with its sharded tensors as whole ones.
 
     Args:
         archive: the name that torch puts before the records' names.
         values: the leaves of the state.
-        table: of them.
+        stand_ins: for them.
 
     Raises:
-        OSError: there are not as many addresses.
         Exception: whatever pickling the object raises.
     """
     of_leaf: dict[int, int] = {}
-    of_storage: dict[int, int] = {}
-    for leaf, number in zip(values, table.of_leaves, strict=True):
-        if not isinstance(leaf, LeafSpec) and is_plain(leaf):
-            of_storage[leaf.untyped_storage()._cdata] = number
-        else:
+    of_storage = dict(stand_ins.of_storage)
+    for leaf, number in zip(values, stand_ins.table.of_leaves, strict=True):
+        if number in stand_ins.reduced or isinstance(leaf, LeafSpec):
             of_leaf[id(leaf)] = number
-    untouched = Untouched(sum(spec.nbytes for spec in table.specs), len(table.specs))
-    try:
-        made = _made_for(table, values, untouched, of_storage)
-        laid_out = FileLayout(archive, of_storage)
-        module: Any = SimpleNamespace(Pickler=_pickler(of_leaf, of_storage, made))
-        save: Any = torch.serialization._save
-        save(state, laid_out, module, _PROTOCOL, False)
-    finally:
-        untouched.close()
+        else:
+            of_storage[leaf.untyped_storage()._cdata] = number
+    laid_out = FileLayout(archive, of_storage)
+    module: Any = SimpleNamespace(Pickler=_pickler(of_leaf, of_storage, stand_ins))
+    save: Any = torch.serialization._save
+    save(state, laid_out, module, _PROTOCOL, False)
     return laid_out
 
 
 def _pickler(
-    of_leaf: Mapping[int, int], of_storage: Mapping[int, int], made: Mapping[int, Any]
+    of_leaf: Mapping[int, int], of_storage: Mapping[int, int], stand_ins: StandIns
 ) -> type[pickle.Pickler]:
     """Return what pickles leaves by what stands for them.
 
     Args:
         of_leaf, of_storage: numbers of the sources, by the `id` of sharded leaves, and by the
             identity of the storages of plain ones.
-        made: what stands for sources.
     """
+    made, reduced = stand_ins.made, stand_ins.reduced
 
     class StandInPickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             if not isinstance(obj, torch.Tensor | FlatShard | LeafSpec):
                 return NotImplemented
-            stand_in = made.get(of_leaf.get(id(obj), -1))
-            if isinstance(stand_in, torch.Tensor):
-                return _reduced(stand_in)
-            if isinstance(obj, LeafSpec) and stand_in is not None:
-                return _reduced(_joined(obj, stand_in))
+            number = of_leaf.get(id(obj), -1)
+            if number in reduced:
+                return reduced[number]
+            if isinstance(obj, LeafSpec) and number in made:
+                return _reduced(_joined(obj, made[number]))
             if isinstance(obj, FlatShard) or as_dtensor(obj) is not None:
                 raise ValueError(
                     "a sharded tensor is within an object that is no dict, list or tuple; the "
                     f"ranks cannot look into it: {obj!r}"
                 )
             if type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):
-                number = of_storage.get(obj.untyped_storage()._cdata, -1)
-                return _reduced(_on_host(obj, made.get(number)))
+                stored = of_storage.get(obj.untyped_storage()._cdata, -1)
+                return _reduced(_on_host(obj, made.get(stored)))
             return NotImplemented
 
     return StandInPickler
-
-
-def _made_for(
-    table: StateTable, values: Sequence[Any], untouched: Untouched, of_storage: dict[int, int]
-) -> dict[int, torch.Tensor | torch.UntypedStorage]:
-    """Return the tensor or storage that is pickled in place of each source that is not as it is.
-
-    Args:
-        of_storage: gets the number of the source, by the identity of the storage.
-    """
-    found: dict[int, torch.Tensor | torch.UntypedStorage] = {}
-    for number, (spec, first) in enumerate(zip(table.specs, table.firsts, strict=True)):
-        leaf = values[first]
-        joined = isinstance(leaf, LeafSpec)
-        if leaf.storage is not None if joined else is_plain(leaf):
-            if not joined and leaf.device.type == "cpu":
-                continue
-            found[number] = storage = untouched.storage(spec.nbytes)
-        else:
-            found[number] = whole = untouched.tensor(spec.shape, spec.dtype)
-            if not isinstance(leaf, FlatShard) and leaf.requires_grad:
-                whole.requires_grad_()
-            storage = whole.untyped_storage()
-        of_storage[storage._cdata] = number
-    return found
 
 
 def _joined(like: LeafSpec, storage: Any) -> torch.Tensor:

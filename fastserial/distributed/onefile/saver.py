@@ -7,7 +7,7 @@
 3. The bytes flow.
 4. Rank 0 gets the checksums, writes what needs them, syncs, renames.
 
-The messages of a save (`Traffic.consult`): what the ranks have, and the decision; what differs, if
+The messages of a save (`Traffic.decide`): what the ranks have, and the decision; what differs, if
 something does; that all are ready; what was written. With `merge="union"` the states first.
 """
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastserial.checksums import PartialCrc as Crc
 from fastserial.config import current
-from fastserial.distributed.onefile.full_pickle import FileLayout, lay_out
+from fastserial.distributed.onefile.full_pickle import FileLayout, StandIns, lay_out
 from fastserial.distributed.onefile.shard_writer import ShardWriter
 from fastserial.distributed.onefile.shared_file import FileIdentity, NewFile, OpenedFile
 from fastserial.distributed.plan.division import FilePlan
@@ -31,6 +31,7 @@ from fastserial.distributed.ranks.exchange import Exchange
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.sharding.pieces import TensorSpec
 from fastserial.distributed.state.agreement import Agreement
+from fastserial.distributed.state.facts import facts_of
 from fastserial.distributed.state.merging import merged
 from fastserial.distributed.state.tables import (
     Grids,
@@ -82,6 +83,7 @@ class SaveDecision(NamedTuple):
         ranges: of each FlatShard: rank, first element, end.
         grids: see `Table`; of all ranks.
         file: the new one.
+        base: path of the earlier file from which all clone what is the same, or None.
         sync_alone: the ranks are on several nodes: each syncs what it wrote.
     """
 
@@ -90,6 +92,7 @@ class SaveDecision(NamedTuple):
     ranges: Ranges
     grids: list[Grids]
     file: FileIdentity
+    base: str | None
     sync_alone: bool
 
 
@@ -133,6 +136,18 @@ class _Written(NamedTuple):
 
     crcs: list[Crc]
     report: RankReport
+    cloned: int
+
+
+class _KeptTable(NamedTuple):
+    """The table of the last save.
+
+    Attributes:
+        facts: what it was made from.
+    """
+
+    facts: list[Any] | None
+    table: StateTable
 
 
 class _KeptPlan(NamedTuple):
@@ -155,6 +170,7 @@ def save_file(
     writers: Writers,
     timeout: float,
     merge: Literal["union"] | None,
+    base: str | os.PathLike[str] | None,
 ) -> SaveReport:
     """Write one torch file; see `fastserial.distributed.save`. Collective."""
     began = perf_counter()
@@ -162,7 +178,7 @@ def save_file(
     try:
         with collective(group, timeout) as traffic:
             name = path_of(path, obj, "distributed.save(obj, path)")
-            saving = SaveTask(traffic, name, writers, merge, began)
+            saving = SaveTask(traffic, name, writers, merge, began, base)
             report = saving.run(obj)
     except BaseException:
         if saving is not None:
@@ -178,7 +194,13 @@ class SaveTask:
     container = "zip"
 
     def __init__(
-        self, traffic: Traffic, path: str, writers: Writers, merge: str | None, began: float
+        self,
+        traffic: Traffic,
+        path: str,
+        writers: Writers,
+        merge: str | None,
+        began: float,
+        base: str | os.PathLike[str] | None = None,
     ) -> None:
         if merge not in (None, "union"):
             raise ConfigError(f'merge must be None or "union", not {merge!r}')
@@ -187,12 +209,13 @@ class SaveTask:
         self._writers = writers
         self._merge = merge
         self._began = began
+        self._base = None if base is None else os.path.abspath(os.fsdecode(base))
         self.config = current()
         self._new: NewFile | None = None
         self._opened: OpenedFile | None = None
         self._laid_out: FileLayout | None = None  # on rank 0
         self._reports: tuple[RankReport, ...] = ()
-        self._makes_file = True
+        self._cloned = 0
         # Until the first byte is written:
         self._decision: SaveDecision
         self._writer: ShardWriter
@@ -203,15 +226,11 @@ class SaveTask:
         self.prepare(obj)
         return self.finish()
 
-    def prepare(self, obj: object) -> tuple[Leaves, list[Any]]:
-        """Plan the save, and make the new file. Collective.
-
-        Returns:
-            The tensors of the state, and the modules and optimizers of the object.
-        """
+    def prepare(self, obj: object) -> None:
+        """Plan the save, and make the new file. Collective."""
         traffic = self.traffic
         with paused_collection():
-            found, modules, table = self._plan(obj)
+            found, table = self._plan(obj)
             kept = self._schedule(table)
             if self._new is None:
                 self._opened = OpenedFile(self._decision.file)
@@ -222,13 +241,6 @@ class SaveTask:
         rest = self._laid_out.rest if self._laid_out is not None else ()
         sources = sources_of(table, kept.specs, found.values, traffic.rank, rest)
         self._writer = ShardWriter(self._decision.plan, kept.made, sources, self._laid_out)
-        return found, modules
-
-    def measure(self, obj: object) -> int:
-        """Return the bytes of the file that would be written, and write none. Collective."""
-        self._makes_file = False
-        self._plan(obj)
-        return self._decision.file.nbytes
 
     def freeze(self, taken: Snapshot) -> None:
         """Copy what is to be saved, if there is room, between `prepare` and `finish`."""
@@ -245,7 +257,7 @@ class SaveTask:
             self._opened.close()
         return self._report(done.report, outcome)
 
-    def _plan(self, obj: object) -> tuple[Leaves, list[Any], StateTable]:
+    def _plan(self, obj: object) -> tuple[Leaves, StateTable]:
         """Agree with the other ranks on the plan; on rank 0, make the new file."""
         traffic = self.traffic
         found = leaves(obj)
@@ -257,7 +269,7 @@ class SaveTask:
             state = merged(state, traffic, buffers)
         if state is not obj:
             found = leaves(state)
-        table = table_of(found, traffic.rank, traffic.ranks, buffers)
+        table = self._table(found, buffers)
         agreement = Agreement(found, table, traffic, self.config)
         if traffic.rank == 0:
             self._laid_out = self._lay_out(table, state, found.values)
@@ -267,7 +279,16 @@ class SaveTask:
         self._decision = traffic.decide(mine, self._decide)
         if not self._decision.agreed:
             agreement.settle()
-        return found, modules, table
+        return found, table
+
+    def _table(self, found: Leaves, buffers: set[int]) -> StateTable:
+        """Return the table of the state: that of the last save, if it was made from the same."""
+        traffic = self.traffic
+        kept, facts = traffic.kept.get("table"), facts_of(found.paths, found.values, buffers)
+        if not isinstance(kept, _KeptTable) or facts is None or kept.facts != facts:
+            table = table_of(found, traffic.rank, traffic.ranks, buffers)
+            kept = traffic.kept["table"] = _KeptTable(facts, table)
+        return kept.table
 
     def _schedule(self, table: StateTable) -> _KeptPlan:
         """Return what this rank does: that of the last save, if it was made from the same."""
@@ -283,7 +304,10 @@ class SaveTask:
 
     def _lay_out(self, table: StateTable, state: Any, values: Sequence[Any]) -> FileLayout:
         """Lay the file out. On rank 0."""
-        return lay_out(self._archive(), state, values, table)
+        kept = self.traffic.kept.get("stand-ins")
+        if not isinstance(kept, StandIns) or kept.table is not table:
+            kept = self.traffic.kept["stand-ins"] = StandIns(table, values)
+        return lay_out(self._archive(), state, values, kept)
 
     def _archive(self) -> str:
         """Return the name that torch puts before the names of the file's records."""
@@ -300,10 +324,8 @@ class SaveTask:
         alignment = storage_alignment() if self.container == "zip" else 16
         nodes = [one.node for one in found]
         plan = self._laid_out.file_plan(writing_ranks(self._writers, nodes, alignment))
-        file = FileIdentity("", 0, self._laid_out.nbytes)
-        if self._makes_file:
-            self._new = NewFile(self.path, self.config)
-            file = self._new.allocate(file.nbytes)
+        self._new = NewFile(self.path, self.config)
+        file = self._new.allocate(self._laid_out.nbytes, reserved=self._base is None)
         ranges: Ranges = {}
         for rank, one in enumerate(found):
             for source, first, stop in one.ranges:
@@ -314,13 +336,16 @@ class SaveTask:
         ]
         agreed = all(one.digest == found[0].digest for one in found)
         agreed = agreed and not differing([one.sums for one in found])
-        return SaveDecision(agreed, plan, ranges, grids, file, len(set(nodes)) > 1)
+        return SaveDecision(agreed, plan, ranges, grids, file, self._base, len(set(nodes)) > 1)
 
     def _write(self) -> tuple[_Written, Outcome]:
         """Write this rank's part; return what rank 0 has to know of it."""
         traffic, writer, opened = self.traffic, self._writer, self._opened
         exchange = Exchange(traffic)
         fd = opened.fd if opened is not None else self._new.file.fd if self._new is not None else -1
+        if self._decision.base is not None:
+            writer.clone(fd, self._decision.base, self.config, traffic.alive)
+            traffic.agree()  # here a rank waits as long as the others are alive
         outcome = writer.write(fd, self.config, exchange, lambda nbytes: traffic.alive())
         syncing = perf_counter()
         if self._decision.sync_alone and opened is not None and self.config.durable:
@@ -328,16 +353,17 @@ class SaveTask:
         report = RankReport(
             rank=traffic.rank,
             node=node_name(),
-            bytes=writer.nbytes,
+            bytes=writer.nbytes - writer.cloned,
             sent_bytes=exchange.sent_bytes,
             received_bytes=exchange.received_bytes,
             phases={**self._phases, **writer.seconds, "sync": perf_counter() - syncing},
         )
-        return _Written(writer.crcs(), report), outcome
+        return _Written(writer.crcs(), report, writer.cloned), outcome
 
     def _conclude(self, done: list[_Written]) -> None:
         """Finish the file. On rank 0."""
         self._reports = tuple(found.report for found in done)
+        self._cloned = sum(found.cloned for found in done)
         if self._new is None:
             raise ValueError("only rank 0 concludes")
         for found in done[1:]:
@@ -354,11 +380,14 @@ class SaveTask:
             path=self.path,
             container=self.container,
             bytes=self._decision.file.nbytes,
+            cloned=self._cloned,
             seconds=perf_counter() - self._began,
             engine=outcome.engine,
             direct=outcome.direct,
             durable=new.file.durable if new is not None else config.durable,
-            fallback=(new.file.fallback if new is not None else None) or outcome.fallback,
+            fallback=(new.file.fallback if new is not None else None)
+            or self._writer.unshared
+            or outcome.fallback,
             phases=self._reports[0].phases if self._reports else mine.phases,
             transfer=outcome.transfer.word,
             transfer_why=outcome.transfer.why,

@@ -29,10 +29,13 @@ from fastserial.formats.extents import Data, Extent, Trailer
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import HostMemory, Memory
 from fastserial.overlap.snapshot import Snapshot, StoragePart
+from fastserial.reasons import Reason
 from fastserial.saving.extent_writer import ExtentWriter, Outcome
+from fastserial.saving.incremental import Base
 
 _CRC = struct.Struct("<I")
 _CRC_AT = 4  # in a data descriptor
+_COMPARED = 256 * 1024 * 1024  # bytes that are compared with a base between two signs of life
 
 
 class ShardWriter:
@@ -40,9 +43,14 @@ class ShardWriter:
 
     Attributes:
         nbytes: how many bytes it writes.
+        cloned: how many of them a base had.
+        unshared: why not all that is the same in the base could be cloned, or None.
         ledger: the CRC-32s of what it wrote.
-        seconds: of the phases `exchange` and `write`.
+        seconds: of the phases `exchange` and `write`, and of `compare` with a base.
     """
+
+    cloned = 0
+    unshared: Reason | None = None
 
     def __init__(
         self,
@@ -69,6 +77,7 @@ class ShardWriter:
         self._sizes = sizes
         self.ledger = CrcLedger(sizes, [None if size else 0 for size in sizes])
         self.seconds = {"exchange": 0.0, "write": 0.0}
+        self._uncloned: list[Extent] | None = None
 
     def freeze(self, taken: Snapshot) -> None:
         """Copy what this rank reads of the state, if there is room."""
@@ -89,6 +98,23 @@ class ShardWriter:
         for source in self._sources:
             source.release()
 
+    def clone(self, fd: int, path: str, config: Config, between: Callable[[], None]) -> None:
+        """Clone from an earlier file what this rank has as it is there; `write` writes the rest.
+
+        Args:
+            between: called now and then.
+        """
+        self.seconds["compare"] = 0.0
+        base = Base(path)
+        own, self._uncloned = _cut(self._own_extents(), config.block_size), []
+        with self._timed("compare"):
+            while some := list(_first(own, _COMPARED)):
+                base.clone(some, 0, fd, self.ledger, config)
+                self._uncloned += base.take_rest()
+                self.cloned += base.cloned
+                between()
+        self.unshared = base.reason
+
     def write(
         self, fd: int, config: Config, exchange: Exchange, on_progress: Callable[[int], None]
     ) -> Outcome:
@@ -102,9 +128,10 @@ class ShardWriter:
             DistributedError: another rank failed.
         """
         out = ExtentWriter(fd, config, on_progress)
-        out.expect(self._made.nbytes)
+        out.expect(self._made.nbytes - self.cloned)
         try:
-            own = _cut(self._own_extents(), config.block_size)
+            found = self._own_extents() if self._uncloned is None else self._uncloned
+            own = _cut(found, config.block_size)
             self._write_rounds(out, exchange, own, config.block_size * config.queue_depth)
             with self._timed("write"):
                 out.write(own, self.ledger)

@@ -44,15 +44,18 @@ class NewFile:
         self._needed = 0
         self.file = required(open_path(path, config.durable, named=True), path)
 
-    def allocate(self, nbytes: int) -> FileIdentity:
+    def allocate(self, nbytes: int, reserved: bool) -> FileIdentity:
         """Give the file its size, and return where the other ranks find it.
+
+        Args:
+            reserved: with space for all of it.
 
         Raises:
             OSError: there is no space.
         """
         self._needed = nbytes
         wait_until_free()
-        reserve(self.file.fd, 0, nbytes, self._config)
+        reserve(self.file.fd, 0, nbytes if reserved else 0, self._config)
         os.ftruncate(self.file.fd, nbytes)
         directory = os.path.dirname(os.path.abspath(self.file.target.path))
         path = os.path.join(directory, self.file.named or "")

@@ -275,31 +275,20 @@ class Traffic:
             with self._blaming(rank):
                 self._beats.append((beat, self._group.send([beat], rank, _WORDS)))
 
-    def consult(self, message: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
-        """Give rank 0 every rank's message, and return what it decides.
+    def decide(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
+        """Give rank 0 every rank's value, and return what it makes of them, on all ranks.
 
         Raises:
             DistributedError: a rank failed, died or was silent for too long.
         """
         if self.rank != 0:
-            self._wait_for(self._post([0], message))
-            return self._begin_get(0)()
+            self._wait_for(self._post([0], pickle.dumps(value)))
+            return pickle.loads(self._begin_get(0)())
         others = [self._begin_get(rank) for rank in range(1, self.size)]
-        answer = decide([message, *(finish() for finish in others)])
+        every = [value, *(pickle.loads(finish()) for finish in others)]
+        answer = pickle.dumps(decision(every))
         self._wait_for(self._post(range(1, self.size), answer))
-        return answer
-
-    def decide(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
-        """Give rank 0 every rank's value, and return what it makes of them, on all ranks.
-
-        Raises:
-            DistributedError: see `consult`.
-        """
-
-        def answer(messages: list[bytes]) -> bytes:
-            return pickle.dumps(decision(list(map(pickle.loads, messages))))
-
-        return pickle.loads(self.consult(pickle.dumps(value), answer))
+        return pickle.loads(answer)
 
     def agree(self) -> None:
         """Return when every rank got here without an error.
@@ -307,7 +296,7 @@ class Traffic:
         Raises:
             DistributedError: a rank failed, or does not get here.
         """
-        self.consult(b"", lambda _: b"")
+        self.decide(None, lambda _: None)
 
     @contextlib.contextmanager
     def together(self, theirs: bool = False) -> Iterator[None]:

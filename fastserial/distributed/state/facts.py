@@ -1,4 +1,4 @@
-"""What of a rank's tensors decides a plan of DCP: if it is as at the last save, so is the plan.
+"""What of a rank's tensors decides a plan: if it is as at the last save, so is the plan.
 
 What the tensors hold is not among it, nor are the tensors: nothing of a state is kept alive.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -16,16 +16,20 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _GLOBAL = "global_shape"  # torch 2.15: a plain tensor that has it is a part of another one
 
 
-def facts_of(keys: Sequence[Any], values: Sequence[Any]) -> list[Any] | None:
+def facts_of(
+    keys: Sequence[Any], values: Sequence[Any], buffers: Set[int] = frozenset()
+) -> list[Any] | None:
     """Return what decides the plan of a state, to be compared with `==`.
 
     Args:
         keys, values: of the tensors of the state.
+        buffers: identities of the storages of modules' buffers.
 
     Returns:
         None: there is a tensor of an unusual type, of which it is not known.
     """
-    found: list[Any] = [list(keys)]
+    same: dict[int, int] = {}  # the first of those that are one object
+    found: list[Any] = [list(keys), [same.setdefault(id(one), len(same)) for one in values]]
     storages: dict[int, int] = {}
     meshes: dict[Any, int] = {}  # equal ones once
     sharded = _dtensor_type()
@@ -36,7 +40,7 @@ def facts_of(keys: Sequence[Any], values: Sequence[Any]) -> list[Any] | None:
             if kind is sharded:
                 fact = sharding_of(leaf, meshes)
             elif kind in _PLAIN:
-                fact = _of_plain(leaf, storages)
+                fact = _of_plain(leaf, storages, buffers)
             if fact is None:
                 return None
             found.append((kind, fact))
@@ -60,14 +64,18 @@ def sharding_of(leaf: Any, meshes: dict[Any, int]) -> tuple[Any, ...] | None:
     return mesh, spec.placements, factors, leaf.shape, held, leaf.requires_grad
 
 
-def _of_plain(leaf: torch.Tensor, storages: dict[int, int]) -> tuple[Any, ...] | None:
+def _of_plain(
+    leaf: torch.Tensor, storages: dict[int, int], buffers: Set[int]
+) -> tuple[Any, ...] | None:
     """Return what decides the plan of a plain tensor, None if it is unusual."""
-    if leaf.layout is not torch.strided or leaf.is_meta or _GLOBAL in leaf.__dict__:
+    if leaf.layout is not torch.strided or leaf.is_meta or leaf.is_nested:
+        return None
+    if _GLOBAL in leaf.__dict__:
         return None
     storage = leaf.untyped_storage()
     memory = storages.setdefault(storage._cdata, len(storages))
     view = (leaf.shape, leaf.stride(), leaf.storage_offset())
-    bits = (leaf.requires_grad, leaf.is_conj(), leaf.is_neg())
+    bits = (leaf.requires_grad, leaf.is_conj(), leaf.is_neg(), storage._cdata in buffers)
     return memory, storage.nbytes(), leaf.device, leaf.dtype, view, bits
 
 

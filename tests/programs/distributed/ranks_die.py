@@ -1,9 +1,9 @@
 """A rank: saves again and again until another one is killed. Arguments: folder, who.
 
-`who` is `one` (one file), `dcp` (a folder of torch.distributed.checkpoint), `stock` (the same by
-stock's storage), or `unguarded`: `dcp`, with names that are not new. In the file `flags` of the
-folder it says, a byte for each rank, that it is in a save. Prints whom the error names, and how
-long it took.
+`who` is `one` (one file), `clones` (the same, from the file before), `dcp` (a folder of
+torch.distributed.checkpoint), `stock` (the same by stock's storage), or `unguarded`: `dcp`, with
+names that are not new. In the file `flags` of the folder it says, a byte for each rank, that it is
+in a save. Prints whom the error names, and how long it took.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ from fastserial.distributed.dcp.folder import ShardFolder
 def save(state: dict[str, Any], out: Path, who: str) -> None:
     if who == "one":
         distributed.save(state, out / "file.pt", timeout=20)
+    elif who == "clones":
+        report = distributed.save(state, out / "file.pt", timeout=20, base=out / "file.pt")
+        frozen = state["frozen"].nbytes if state["step"] > 1 and report.ranks else 0
+        assert report.cloned > frozen - 65536, report
     elif who == "stock":
         dcp.save(state, storage_writer=dcp.FileSystemWriter(out))
     else:
@@ -49,6 +53,8 @@ def main() -> None:
         "all": whole,
         "step": 0,
     }
+    if who == "clones":
+        state["frozen"] = torch.arange(1 << 21)
     while True:
         state["step"] += 1
         for tensor in (rows, columns, whole):
@@ -57,6 +63,8 @@ def main() -> None:
         flags[rank] = 1
         try:
             save(state, folder / "out", who)
+        except AssertionError:
+            raise
         except Exception as error:  # ours; gloo's, of a connection that broke, or DCP's of that
             print(getattr(error, "rank", None), time.monotonic() - began)
             return

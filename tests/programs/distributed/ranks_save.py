@@ -1,11 +1,12 @@
 """A rank: saves random states, and compares with stock. Arguments: folder, seed, cases.
 
 Every other state is the one before it, of which one thing has changed: what was kept of that save
-must not be used for it.
+must not be used for it. Files may be the base of the next one: what is cloned is copied here.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections import OrderedDict
@@ -24,6 +25,7 @@ from support.sharded import meshes, noise, random_dtensor, random_tensor, vary
 from fastserial import distributed
 from fastserial.distributed import FlatShard
 from fastserial.distributed.state.tables import SHARED_FROM
+from fastserial.saving import incremental
 
 # Of storages in the file: many ranks need a multiple of 16.
 ALIGNMENTS = (64, 64, 64, 16, 4096) if TORCH >= (2, 7) else (64,)
@@ -79,8 +81,17 @@ def random_state(chance: random.Random, hold: Any, rank: int) -> tuple[Any, Any]
     return state, whole
 
 
+def clone(fd: int, base: int, offset: int, nbytes: int) -> None:
+    """Do what a file system with reflinks does."""
+    assert offset % 4096 == nbytes % 4096 == 0
+    assert os.pwrite(fd, os.pread(base, nbytes, offset), offset) == nbytes
+
+
 def main() -> None:
     rank, count = join()
+    incremental.clone_range = clone
+    cloned = 0
+    before: Path | None = None
     folder, seed, cases = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     chance = random.Random(seed)
     hold = partial(held, chance, meshes(count), rank, count)
@@ -94,7 +105,8 @@ def main() -> None:
             state, whole = random_state(chance, hold, rank)
             wrap = chance.choice(WRAPS)
         state["step"] = whole["step"] = case * 100
-        name = chance.choice(["file.pt", "longer name.pt"])
+        base = chance.choice([None, before])
+        name = base.name if base else chance.choice(["file.pt", "longer name.pt"])
         path, stock = folder / name, folder / "stock" / name
         alignment = chance.choice(ALIGNMENTS)
         with (
@@ -102,7 +114,8 @@ def main() -> None:
             chance.choice([nullcontext, nullcontext, torch.inference_mode])(),
         ):
             writers = chance.choice(["all", "all", "node", 2, 1])
-            distributed.save(wrap(state), path, writers=writers, timeout=30)
+            report = distributed.save(wrap(state), path, writers=writers, timeout=30, base=base)
+            cloned, before = cloned + report.cloned, path
             if rank == 0:
                 torch.save(wrap(whole), stock)
         if rank == 0:
@@ -113,6 +126,7 @@ def main() -> None:
             left = {found.name for found in folder.iterdir()} - {"file.pt", "longer name.pt"}
             assert left == {"stock"}, left
     dist.barrier()
+    assert cloned or rank or cases < 200, "no case clones"
     print(cases)
 
 

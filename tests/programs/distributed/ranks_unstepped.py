@@ -38,7 +38,6 @@ def main() -> None:
         distributed.save(run.state, path)
         assert not torch.load(path)["optimizer"]["state"]
         with fastserial.Checkpointer(folder / name, run.state, rng=False) as checkpointer:
-            checkpointer.check()
             checkpointer.save(0)
             done = run.steps(2)
             checkpointer.save(2)
