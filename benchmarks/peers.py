@@ -100,7 +100,7 @@ def _unchecked_row(state: object, durable: bool) -> Row:
     def save(path: Path) -> None:
         torch.save(state, path)
 
-    check, context = partial(zip_holds, state), partial(stock_with, crc=False)
+    check, context = partial(_zip_holds, state), partial(stock_with, crc=False)
     return _row("stock zip, CRC off", save, check, durable, "stock zip", context)
 
 

@@ -245,12 +245,12 @@ class DeniedTargetError(WriteError, PermissionError):
 # What the user can do, by errno.
 REMEDIES = {
     errno.ENOSPC: "Free space (or inodes) there or save to another disk",
-    errno.EDQUOT: "Free space within the quota, or have it raised",
+    errno.EDQUOT: "Free space within the quota, or ask for a larger quota",
     errno.EFBIG: "The file system or `ulimit -f` does not allow a file of this size",
     errno.EROFS: "Remount the file system writable, or save elsewhere",
     errno.EIO: "The disk or the network failed; see the kernel log (dmesg)",
     errno.ESTALE: "The network file system lost the directory; remount it",
-    errno.ENOTCONN: "The FUSE file system's process is gone; remount it",
+    errno.ENOTCONN: "The process of the FUSE file system has ended; remount it",
 }
 
 _BY_ERRNO: dict[int, type[WriteError]] = {

@@ -79,7 +79,7 @@ def _safetensors(url: str, map_location: Any = None, *_: Any, **__: Any) -> dict
         raise UnreadableCheckpointError(text, path=url)
     with open_checkpoint(url, map_location or "cpu") as file:
         if file.container != "safetensors":
-            raise UnreadableCheckpointError("no safetensors file", path=url)
+            raise UnreadableCheckpointError("not a safetensors file", path=url)
         with ThreadPoolExecutor(4) as threads:
             return dict(zip(file.keys(), threads.map(file.get_tensor, file.keys()), strict=True))
 

@@ -131,7 +131,8 @@ def _map_zip(fd: int, path: str, container: ZipContainer, whole: torch.UntypedSt
     pickled = directory.find(PICKLE)
     if pickled is None or directory.find("constants.pkl") is not None:
         raise ConvertError(
-            f"{path}: no checkpoint of torch.save: it is a TorchScript archive, or has no data.pkl"
+            f"{path}: not a checkpoint of torch.save: it is a TorchScript archive, or has no "
+            "data.pkl"
         )
     for record in directory.records:
         if record.name.startswith("data/") and not record.is_stored:
@@ -188,7 +189,7 @@ def _unpickling(path: str) -> Iterator[None]:
     except Exception as error:  # what torch raises for a damaged or hostile pickle
         what = str(error).partition("\n")[0]
         raise ConvertError(
-            f"{path}: torch cannot make what is in it: {type(error).__name__}: {what}"
+            f"{path}: torch cannot rebuild its contents: {type(error).__name__}: {what}"
         ) from error
 
 

@@ -48,7 +48,7 @@ def save(
     with_fio: _Fio = True,
     json_file: _Json = None,
 ) -> None:
-    """Save a checkpoint with stock torch and fastserial, interleaved, fio among them.
+    """Save a checkpoint with stock torch, fastserial and fio in turn.
 
     Every durable row includes the fsync of file and directory. Options of fastserial are taken
     from FASTSERIAL_* variables. Exit status 1 if a file differs from stock torch's.
@@ -80,10 +80,10 @@ def load(
     with_fio: _Fio = True,
     json_file: _Json = None,
 ) -> None:
-    """Load a checkpoint with stock torch and fastserial, interleaved, fio among them.
+    """Load a checkpoint with stock torch, fastserial and fio in turn.
 
-    Cold: nothing of the file is in the page cache; warm: all of it is. What is loaded is compared
-    with what was saved; exit status 1 if it differs.
+    Cold: nothing of the file is in the page cache; warm: all of it is. The loaded tensors are
+    compared with the saved ones; exit status 1 if they differ.
     """
     from fastserial.bench.load import LoadBench, run_load
 
@@ -111,7 +111,7 @@ def demo(
 ) -> None:
     """Save a checkpoint with stock torch and with fastserial, and compare the files.
 
-    Exit status 1 if a file differs, or if a kill left none that loads where fastserial saved.
+    Exit status 1 if a file differs, or if torch.load fails after a killed save by fastserial.
     """
     nbytes = parse_size(size)
     if crash:

@@ -44,10 +44,10 @@ def convert(
         bool, typer.Option("--verify/--no-verify", help="Check every checksum first.")
     ] = True,
 ) -> None:
-    """Write a checkpoint in another container. Runs no code of untrusted pickles.
+    """Write a checkpoint in another format. Executes no code of a checkpoint.
 
-    Exit status: 0, 1 if the source is damaged, 2 if it cannot be read or represented there; what
-    was at the target is intact then.
+    Exit status: 0 on success, 1 if the source is damaged, 2 if the source cannot be read or
+    the new format cannot hold it. After an error the previous target is intact.
     """
     from fastserial.config import current, parse_size
     from fastserial.distributed.convert import convert as run

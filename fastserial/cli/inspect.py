@@ -28,7 +28,7 @@ def inspect(
 ) -> None:
     """Show what a checkpoint contains. Reads no tensor's bytes and executes nothing.
 
-    Exit status: 0, 1 if it is damaged, 2 if it cannot be read.
+    Exit status: 0 on success, 1 if it is damaged, 2 if it cannot be read.
     """
     from fastserial.checkpoints.inspect import inspect as look
     from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError

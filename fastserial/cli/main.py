@@ -55,9 +55,9 @@ def doctor(
     folder: Annotated[Path | None, typer.Argument(help="A folder for checkpoints.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Report how saves and loads run here, what makes them slow, and what to do about it.
+    """Report how saves and loads run on this machine, what makes them slow, and the remedies.
 
-    Exit status 1 if something makes them stock or slow, or makes them fail.
+    Exit status 1 if stock torch does saves or loads, or if they are slow or fail.
     """
     from fastserial.cli.doctor import show
     from fastserial.diagnosis import examine as examination

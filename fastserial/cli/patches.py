@@ -14,7 +14,7 @@ from fastserial.patching import maintain, patches
 
 patches_app = typer.Typer(
     name="patches",
-    help="The versioned patches that let torch.save use fastserial.",
+    help="The patches that let torch.save and torch.load use fastserial.",
     no_args_is_help=True,
 )
 
@@ -26,7 +26,7 @@ Torch = Annotated[
 
 @patches_app.command("list")
 def list_patches() -> None:
-    """List the release lines of torch that have a patch; a star marks the one for the installed."""
+    """List the torch releases that have a patch; a star marks the one that applies here."""
     used: str | None = None
     with suppress(PatchError):  # no torch is installed
         source = maintain.open_torch()

@@ -41,10 +41,11 @@ def verify(
 ) -> None:
     """Check every checksum and the structure of checkpoints. Executes nothing in them.
 
-    In a folder also whether the files are there that an index of shards names, or
-    fastserial_complete.json. safetensors and legacy files have no checksums: structure only.
+    In a folder, also check that the files named by an index of shards or by
+    fastserial_complete.json exist. safetensors and legacy files have no checksums: structure only.
 
-    Exit status: 0 all are whole, 1 one is damaged, 2 one cannot be checked, or is no checkpoint.
+    Exit status: 0 if all are whole, 1 if one is damaged, 2 if one cannot be checked, or is not a
+    checkpoint.
     """
     from fastserial.checkpoints.verify import verify as check
     from fastserial.checkpoints.verify.file_list import file_lists_in

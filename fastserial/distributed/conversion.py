@@ -343,7 +343,7 @@ def nested(found: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> An
     leaves = set(places.values())
     for key, path in places.items():
         if any(path[:length] in leaves for length in range(1, len(path))):
-            raise ConvertError(f"entry {key!r}: what is around it is a value of its own")
+            raise ConvertError(f"entry {key!r} is in another entry that is a plain value")
     try:
         return unflatten_state_dict(flat, cast("Any", places))
     except (AttributeError, LookupError, TypeError) as error:

@@ -59,7 +59,7 @@ def convert(
     """
     name, path = os.fspath(source), os.fspath(target)
     for one in filter(is_url, (name, path)):
-        raise ConvertError(f"{one}: convert takes files, no URLs: download it first, or upload it")
+        raise ConvertError(f"{one}: convert takes files, not URLs: download or upload it yourself")
     is_dcp = is_dcp_folder(name)
     container = container_of(path, to, shard_nbytes)
     if verify and is_dcp:

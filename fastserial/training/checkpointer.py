@@ -156,7 +156,7 @@ class Checkpointer:
         _check_state("state", self._state)
         _check_state("per_rank", self._per_rank)
         if both := self._state.keys() & self._per_rank.keys():
-            raise ConfigError(f"{', '.join(both)}: both in `state` and in `per_rank`")
+            raise ConfigError(f"{', '.join(both)}: in `state` and in `per_rank`: leave out one")
         self._every = every
         self._seconds = seconds_of("every", every) if isinstance(every, str) else None
         self._budget = snapshot_budget

@@ -128,14 +128,14 @@ def refuse_unrestorable(objects: Mapping[str, Any]) -> None:
                 "copy: pass its clone()"
             )
         if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
-            kind, rest = "a module", ". A copy that is no object's (an average) goes as dict(...)"
+            kind, rest = "a module", ". Pass a copy without an object (an average) as dict(...)"
         elif type(value) is dict and value.keys() == {"state", "param_groups"}:
             kind, rest = "an optimizer", ""
         else:
             continue
         raise ConfigError(
-            f"{shown(path)} in `state` is the state_dict() of {kind}, which resume() could not put "
-            f"back: pass the object, not its state_dict(){rest}"
+            f"{shown(path)} in `state` is the state_dict() of {kind}, which resume() could not "
+            f"restore: pass the object, not its state_dict(){rest}"
         )
 
 

@@ -218,8 +218,8 @@ def _pickler(
                 return _reduced(_joined(obj, made[number]))
             if isinstance(obj, FlatShard) or as_dtensor(obj) is not None:
                 raise ValueError(
-                    "a sharded tensor is within an object that is no dict, list or tuple; the "
-                    f"ranks cannot look into it: {obj!r}"
+                    "a sharded tensor is in an object that is not a dict, list or tuple; pass "
+                    f"its state_dict(), or the tensor under a key of a dict: {obj!r}"
                 )
             if type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):
                 stored = of_storage.get(obj.untyped_storage()._cdata, -1)

@@ -190,7 +190,8 @@ def _begin(path: str, found: Sequence[_Contents], most: int) -> dict[str, list[s
         if one.tensors != tensors:
             keys = {row[0] for row in {*one.tensors.items()} ^ {*tensors.items()}}
             raise ConfigError(
-                f"rank {rank} and rank 0 do not have the same tensors: {sorted(keys)[:5]}"
+                f"rank {rank} and rank 0 do not have the same tensors: {sorted(keys)[:5]}. Pass "
+                "the same keys, dtypes and shapes on all ranks"
             )
     left_out = {
         key

@@ -171,7 +171,7 @@ def holding(
     if isinstance(leaf, torch.Tensor):
         spec = TensorSpec(tuple(leaf.shape), leaf.dtype)
         return Holding(spec, leaf.detach(), views(spec, rank, leaf.detach()))
-    raise TypeError(f"{key} is no tensor but a {type(leaf).__name__}")
+    raise TypeError(f"{key} is not a tensor but a {type(leaf).__name__}")
 
 
 def local_of(leaf: Any, key: str = "") -> torch.Tensor:
@@ -365,7 +365,7 @@ def _split(placement: Any, key: str) -> Split:
     dim = getattr(placement, "dim", None)
     if dim is None:
         raise UnknownPlacementError(
-            f"{key}: its placement {type(placement).__name__} is not known here; give the part of "
-            "this rank as a FlatShard, or redistribute it to Shard or Replicate"
+            f"{key}: its placement {type(placement).__name__} is unknown to fastserial; pass the "
+            "part of this rank as a FlatShard, or redistribute it to Shard or Replicate"
         )
     return Split(int(dim), int(getattr(placement, "split_factor", 1)))

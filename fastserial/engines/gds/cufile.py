@@ -120,8 +120,8 @@ class CuFile:
                 module.set_parameter_bool(compat, False)
             if module.get_parameter_bool(compat):
                 raise DirectTransferError(
-                    "cuFile is in use already in this process, and may go through the host "
-                    "(compat) without saying so: set CUFILE_ALLOW_COMPAT_MODE=false"
+                    "cuFile is in use already in this process, and may copy through the "
+                    "host (compat) without a report: set CUFILE_ALLOW_COMPAT_MODE=false"
                 )
             with self._open_already():
                 module.driver_open()  # reads cufile.json
