@@ -343,6 +343,7 @@ class Checkpointer:
         *,
         only: Collection[str] | None = None,
         strict: bool = True,
+        rename: Mapping[str, str] | None = None,
     ) -> int:
         """Restore the newest whole checkpoint and return its step; 0 if there is none.
 
@@ -350,13 +351,15 @@ class Checkpointer:
         names them. The result is also 0 for a checkpoint of step 0: `step` is None if there is
         none. `resumed` says what was restored.
 
-            checkpointer.resume(only=["model"], strict=False)
+            checkpointer.resume(only=["model"], strict=False, rename={"model.body": "model.core"})
             checkpointer.resumed.missing  # ("model.head.weight",): as it was
 
         Args:
             step: restore the checkpoint of this step only.
             only: names of `state` and `per_rank`: nothing else is restored, no random generators.
             strict: False: what the checkpoint lacks stays unchanged, single keys of modules, too.
+            rename: prefixes of names in the file, and the prefixes here. A name is that of an
+                entry, or of a key in it (`model.encoder.0.weight`).
 
         Raises:
             FileNotFoundError: there is none of that step.
@@ -369,7 +372,7 @@ class Checkpointer:
             Exception: of the user's own `load_state_dict`, unchanged.
         """
         self.wait()
-        wanted = self._request(only, strict)
+        wanted = self._request(only, strict, rename or {})
         self._resumed = ResumeReport()
         self._on_main(self._manager.get_ready, step)
         if step is not None:
@@ -415,12 +418,14 @@ class Checkpointer:
             if self._ranks.is_main:
                 work(*arguments)
 
-    def _request(self, only: Collection[str] | None, strict: bool) -> ResumeRequest:
+    def _request(
+        self, only: Collection[str] | None, strict: bool, rename: Mapping[str, str]
+    ) -> ResumeRequest:
         if isinstance(only, str):
             raise ConfigError(f"only must be a list of names, not {only!r}")
         if unknown := [one for one in only or () if one not in {*self._state, *self._per_rank}]:
             raise ConfigError(f"only: {', '.join(unknown)}: neither in `state` nor in `per_rank`")
-        return ResumeRequest(self._state, self._per_rank, only, strict)
+        return ResumeRequest(self._state, self._per_rank, only, strict, rename)
 
     def latest(self) -> str | None:
         """Return the path of the newest checkpoint that is not truncated; None if there is none."""

@@ -47,6 +47,7 @@ from fastserial.training.objects import (
     names_here,
     names_in,
     plain,
+    renamed_name,
     state_of,
 )
 from fastserial.training.rank_values import row_of
@@ -149,32 +150,47 @@ class ManyRanks(SingleProcess):
             return found
 
     def read(self, wanted: ResumeRequest, path: str) -> tuple[dict[str, Any], NameDifference]:
-        objects = wanted.objects
+        objects, rename = wanted.objects, wanted.rename
         with self.together(users_code=False) as ranks:
             here = names_here(objects, state_of_module) if wanted.is_partial else set()
 
             def decision(names: list[set[StateName]]) -> tuple[Any, ...]:
                 refusal, there = self._look(path, wanted)
-                unused = difference(set().union(*names), there, wanted.only is None).unused
+                news = [renamed_name(name, rename) for name in there]
+                unused = difference(set().union(*names), news, wanted.only is None).unused
                 return refusal, there, unused
 
             refusal, there, unused = ranks.decide(here, decision)
             found = NameDifference([], [])
             if refusal is None and wanted.is_partial:
-                found = NameDifference(difference(here, there, False).missing, unused)
+                news = [renamed_name(name, rename) for name in there]
+                found = NameDifference(difference(here, news, False).missing, unused)
                 lost = [*found.missing, *(name for name in unused if name.key is not None)]
                 if wanted.strict and lost:
                     names = ", ".join(map(str, lost[:_SHOWN]))
                     raise LoadMismatchError(f"{path}: it does not fit, see {names}")
-            known = {name.entry for name in there} if wanted.is_partial else objects.keys()
-            filled = {entry: _filled(one) for entry, one in objects.items() if entry in known}
-            into: dict[str, Any] = {OWN: None, **filled}
+            into: dict[str, Any] = {OWN: None}
+            if rename:
+                into |= _renamed_targets(objects, there, rename)
+            else:
+                known = {name.entry for name in there}
+                for entry, value in objects.items():
+                    if entry in known or not wanted.is_partial:
+                        into[entry] = _filled(value)
         if refusal is not None:
             raise refusal
         with options(verify_on_load=True):
             strict = not wanted.is_partial
             load(path, into, strict=strict, cast=True, group=self._group, timeout=self._timeout)
-        return into, found
+        if not rename:
+            return into, found
+        filled: dict[str, Any] = {OWN: into[OWN]}
+        for name in there:
+            new = renamed_name(name, rename).entry
+            if new in objects and name.entry in into:
+                value = plain(objects[new])
+                filled[new] = value if is_live(value) else into[name.entry]
+        return filled, found
 
     def _look(self, path: str, wanted: ResumeRequest) -> tuple[Exception | None, list[StateName]]:
         """Return why a file cannot be loaded, as rank 0 sees it, and the names in it.
@@ -270,3 +286,24 @@ def _filled(value: Any) -> Any:
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in held):
         return rebuilt(value, _filled)  # an optimizer may hold it, whose state needs its name
     return None
+
+
+def _renamed_targets(
+    objects: Mapping[str, Any], there: list[StateName], rename: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what a load fills, by the names in the file; of modules, their tensors."""
+    lives = {entry: plain(value) for entry, value in objects.items()}
+    tensors = {
+        entry: state_of_module(one)
+        for entry, one in lives.items()
+        if isinstance(one, torch.nn.Module)
+    }
+    into: dict[str, Any] = {}
+    for name in there:
+        entry, key = renamed_name(name, rename)
+        if entry in tensors:
+            if key in tensors[entry]:
+                into.setdefault(name.entry, {})[name.key] = tensors[entry][key]
+        elif entry in objects:
+            into[name.entry] = _filled(objects[entry])
+    return into

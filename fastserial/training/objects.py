@@ -11,7 +11,7 @@ import copy
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -353,12 +353,14 @@ class ResumeRequest:
         state, per_rank: the values that are filled: common to all ranks, and each rank's own.
         only: the names to restore; None: all of them, and the random generators.
         strict: the file and the modules must have the same names.
+        rename: prefixes of names in the file, and the prefixes here.
     """
 
     state: Mapping[str, Any]
     per_rank: Mapping[str, Any]
     only: Collection[str] | None = None
     strict: bool = True
+    rename: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def objects(self) -> dict[str, Any]:
@@ -372,7 +374,7 @@ class ResumeRequest:
     @property
     def is_partial(self) -> bool:
         """Whether the file may have other names than the state."""
-        return self.only is not None or not self.strict
+        return self.only is not None or not self.strict or bool(self.rename)
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,7 +426,7 @@ def _keys(value: Any) -> Iterable[str | None]:
 def difference(
     here: Collection[StateName], there: Collection[StateName], whole: bool
 ) -> NameDifference:
-    """Compare what is filled with what the file holds, by their names.
+    """Compare what is filled with what the file holds, by the names that the state uses.
 
     Args:
         whole: entries of the file that are not in the state count as unused, too.
@@ -437,6 +439,32 @@ def difference(
     if whole:
         unused += [StateName(entry) for entry in theirs - mine]
     return NameDifference(sorted(missing, key=str), sorted(unused, key=str))
+
+
+def renamed_name(name: StateName, rename: Mapping[str, str]) -> StateName:
+    """Return the name here for a name in the file; the first rule that matches applies."""
+    text = str(name)
+    for old, new in rename.items():
+        if text == old or text.startswith(f"{old}."):
+            changed = new + text[len(old) :]
+            return StateName(changed) if name.key is None else StateName(*changed.split(".", 1))
+    return name
+
+
+def renamed(found: Mapping[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a file holds under the names that the state uses."""
+    made: dict[str, Any] = {}
+    for entry, value in found.items():
+        for key in _keys(value):
+            new = renamed_name(StateName(entry, key), rename)
+            if new.key is None:
+                made[new.entry] = value if key is None else value[key]
+                continue
+            if new.entry not in made:
+                made[new.entry] = copy.copy(value)  # keeps the versions of its modules
+                made[new.entry].clear()
+            made[new.entry][new.key] = value[key]
+    return made
 
 
 def lacks_of_rank(path: str, names: Iterable[str]) -> LoadMismatchError:

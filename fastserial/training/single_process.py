@@ -26,6 +26,7 @@ from fastserial.training.objects import (
     names_here,
     names_in,
     refused,
+    renamed,
     restore,
     state_of,
     states,
@@ -166,6 +167,7 @@ class SingleProcess:
         if not isinstance(found, dict) or not isinstance(found.get(OWN), dict):
             raise UnreadableCheckpointError("it has no entry of a Checkpointer", path=path)
         own = found.pop(OWN)
+        found = renamed(found, wanted.rename) if wanted.rename else found
         here, there = names_here(wanted.objects), names_in(found)
         return {**found, OWN: own}, difference(here, there, wanted.only is None)
 

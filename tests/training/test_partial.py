@@ -1,4 +1,4 @@
-"""Parts of a checkpoint, and what each rank has for itself."""
+"""Parts of a checkpoint, under other names, and what each rank has for itself."""
 
 from __future__ import annotations
 
@@ -68,6 +68,18 @@ def test_not_strict(folder: Path) -> None:
     assert tail.eq(0).all()
 
 
+def test_rename(folder: Path) -> None:
+    state = {"net": model(0, "core", "head"), "at": 0, "average": torch.zeros(2)}
+    rename = {"model.body": "net.core", "model": "net", "epoch": "at"}
+    with Checkpointer(folder, state) as checkpointer:
+        assert checkpointer.resume(rename=rename) == 5
+        report = checkpointer.resumed
+    assert report is not None
+    assert (report.missing, report.unused) == ((), ())
+    assert all(one.eq(1).all() for one in state["net"].parameters())
+    assert (state["at"], state["average"].tolist()) == (3, [1, 1])
+
+
 def test_per_rank_of_one_process(tmp_path: Path) -> None:
     first, second = Loader(7), Loader(2)
     order = first.order.tolist()
@@ -110,6 +122,7 @@ def test_many_ranks(tmp_path: Path) -> None:
         assert one["loader"] == [10 + rank, 100 + rank * 5000]
         assert one["missing"] == ["model.tail.weight", "new"]
         assert one["parts"] == [1, 0]
+        assert one["renamed"] == [1, 1, 3]
     assert found[0]["unused"] == ["epoch", "loose", "model.head.weight"]
     with Checkpointer(tmp_path, {"loose": torch.zeros(3)}) as checkpointer:
         checkpointer.resume(only=["loose"])  # without a warning: no generators are restored

@@ -66,6 +66,10 @@ def first(folder: Path, rank: int) -> dict[str, Any]:
         assert made.resumed is not None
         found["missing"], found["unused"] = map(list, (made.resumed.missing, made.resumed.unused))
     found["parts"] = means(state["model"])
+    state = {"net": model(0, "core", "head"), "at": 0, "loose": torch.zeros(3)}
+    with Checkpointer(folder, state, timeout=60) as made:
+        assert made.resume(rename={"model.body": "net.core", "model": "net", "epoch": "at"}) == 2
+    found["renamed"] = [*means(state["net"]), state["at"]]
     return found
 
 
