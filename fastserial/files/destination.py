@@ -7,7 +7,8 @@ A replacement is atomic: the path names the old file or the new one, never anyth
 file is created without a name (`O_TMPFILE`) where the file system supports that, so that a killed
 process leaves nothing; elsewhere under a temporary name beside the target. It gets the attributes
 of the old file before the first byte. Then the file is synced, linked under the temporary name,
-renamed over the target, and the directory is synced.
+renamed over the target, and the directory is synced. Where there was no file, it is linked under
+the target's name, and nothing is renamed.
 
 Temporary names are numbered per target. The process that owns one holds a lock (`flock`) on the
 file. A name without a lock was left by a killed process; the next save to the target removes it.
@@ -698,7 +699,11 @@ def open_path(
     except CannotReplace as why:
         reason = why.reason
     except OSError as error:
-        raise save_error(error, target or PathTarget(name, name, None), None) from error
+        target = target or PathTarget(name, name, None)
+        full = error.errno == errno.ENOSPC and linux.is_out_of_inodes(target.where)
+        if target.there is None or not full:
+            raise save_error(error, target, None) from error
+        reason = Reason("no inode is free for a new file", "remove files that nobody needs")
     if target is not None and os.path.islink(target.path):  # torch would write what it leads to
         text = f"The link cannot be replaced: {reason.with_remedy}; the previous file is intact"
         raise write_error(errno.EPERM, target.name, text)

@@ -216,6 +216,15 @@ def free_bytes(file: int | str) -> int:
     return stats.f_bavail * stats.f_frsize
 
 
+def is_out_of_inodes(path: str) -> bool:
+    """Return whether the file system can hold no more files, however small."""
+    try:
+        stats = os.statvfs(path)
+    except OSError:
+        return False
+    return stats.f_files > 0 and stats.f_favail == 0
+
+
 def is_read_only(path: str) -> bool:
     """Return whether the file system that holds `path` is mounted read-only."""
     try:

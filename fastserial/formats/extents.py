@@ -56,6 +56,37 @@ class DescriptorPatch(NamedTuple):
         return len(self.data)
 
 
+class WholeBytes:
+    """Bytes that are made as a whole, and kept while blocks take pieces of them.
+
+    Not shared: a save in a signal handler or a forked child must not wait for an interrupted one.
+    """
+
+    __slots__ = ("_lock", "_made", "_used")
+
+    def __init__(self) -> None:
+        self._made: bytes | None = None
+        self._used = 0
+        self._lock = threading.Lock()
+
+    def piece(self, make: Callable[[], bytes], total: int, start: int, length: int) -> bytes:
+        """Return `length` bytes from byte `start` on; each of the `total` bytes once.
+
+        Args:
+            make: returns all of them; called once, on any thread.
+        """
+        if length == total:
+            return make()
+        with self._lock:
+            if self._made is None:
+                self._made = make()
+            piece = self._made[start : start + length]
+            self._used += length
+            if self._used == total:
+                self._made = None
+        return piece
+
+
 @dataclass(slots=True)
 class Packed:
     """Consecutive small host storages as one source: few objects for many tensors.
@@ -72,11 +103,7 @@ class Packed:
     seal: struct.Struct | None
     batch: Batch
     begin: int
-    # Bytes cut by the end of a block are made as a whole, and kept until all of them were used.
-    made: bytearray | None = None
-    used: int = 0
-    # Not shared: a save in a signal handler or a forked child must not wait for an interrupted one.
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    whole: WholeBytes = field(default_factory=WholeBytes)
 
 
 class Trailer:
@@ -99,28 +126,16 @@ class Trailer:
 class Made:
     """Bytes that `make` returns when they are written; called once, on any thread."""
 
-    __slots__ = ("_lock", "_made", "_used", "length", "make")
+    __slots__ = ("_whole", "length", "make")
 
     def __init__(self, length: int, make: Callable[[], bytes]) -> None:
         self.length = length
         self.make = make
-        # Bytes cut by the end of a block are made as a whole, and kept until all of them were used.
-        self._made: bytes | None = None
-        self._used = 0
-        self._lock = threading.Lock()
+        self._whole = WholeBytes()
 
     def piece(self, start: int, length: int) -> bytes:
         """Return `length` bytes from byte `start` on; each byte once."""
-        if length == self.length:
-            return self.make()
-        with self._lock:
-            if self._made is None:
-                self._made = self.make()
-            piece = self._made[start : start + length]
-            self._used += length
-            if self._used == self.length:
-                self._made = None
-        return piece
+        return self._whole.piece(self.make, self.length, start, length)
 
 
 ExtentSource = Literal | Data | Packed | DescriptorPatch | Trailer | Made
@@ -144,7 +159,7 @@ def renewed(extents: Iterable[Extent]) -> list[Extent]:
 
     def source_of(source: ExtentSource) -> ExtentSource:
         if isinstance(source, Packed):
-            return replace(source, made=None, used=0, lock=threading.Lock())
+            return replace(source, whole=WholeBytes())
         if isinstance(source, Trailer):
             return Trailer(source.length, source.make)
         return Made(source.length, source.make) if isinstance(source, Made) else source

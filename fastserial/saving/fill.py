@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
@@ -113,10 +114,8 @@ def fill(
         if isinstance(source, Data):
             _fill_data(source, extent, ledger, view[at : at + length], address + at, copied)
         elif isinstance(source, Packed):
-            if length == source.length:
-                view[at : at + length] = _packed(source, ledger)
-            else:
-                view[at : at + length] = _packed_piece(source, ledger, start, length)
+            make = partial(_packed, source, ledger)
+            view[at : at + length] = source.whole.piece(make, source.length, start, length)
         elif isinstance(source, Literal):
             view[at : at + length] = source.data[start : start + length]
         else:
@@ -192,15 +191,3 @@ def _packed(source: Packed, ledger: CrcLedger | None) -> bytes:
     if ledger is not None and source.first is not None:
         ledger.add_many(source.first, crcs)
     return text
-
-
-def _packed_piece(source: Packed, ledger: CrcLedger | None, start: int, length: int) -> bytes:
-    """Return a part of a pack that the end of a block cuts; the pack is kept until all is used."""
-    with source.lock:
-        if source.made is None:
-            source.made = bytearray(_packed(source, ledger))
-        piece = bytes(source.made[start : start + length])
-        source.used += length
-        if source.used == source.length:
-            source.made = None
-    return piece

@@ -46,7 +46,7 @@ def test_block_devices(kind: str, sector: int, lab: Lab, zygote: Zygote, proof: 
     name = kind if sector == 512 else f"{kind} on {sector}-byte blocks"
     reports = save_and_check(lab.make(kind, _BYTES, sector=sector), zygote, proof, name)
     assert [report["direct"] for report in reports] == [
-        True, True, False, True, False, True, True,
+        True, True, False, True, False, True,
     ]  # fmt: skip
     assert all(report["fallback"] is None for report in reports)
 

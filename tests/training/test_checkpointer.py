@@ -346,7 +346,7 @@ def test_compiled_modules_make_the_same_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *[("keep", 0), ("keep", None), ("every", 0), ("every", "10")],
+        *[("keep", 0), ("keep", None), ("every", 0), ("every", "10"), ("snapshot_budget", -1)],
         *[("snapshot_budget", "1GB"), ("keep_every", 0), ("keep_best", "loss")],
         *[("keep_best", ("loss", "least")), ("keep_for", "soon")],
     ],
