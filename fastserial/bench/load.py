@@ -106,7 +106,8 @@ def run_load(
         say("making the data")
         state = mixed_state(bench.nbytes, bench.tensors)
         path = folder / "checkpoint.pt"
-        readers, missing = [*_readers(state, path, bench.device)], {}
+        readers = [*_readers(state, path, bench.device)]
+        missing: dict[str, str] = {}
         if peers is not None:
             others, missing = peers(state, path, bench.device)
             readers += others
