@@ -48,8 +48,9 @@ def load(f: Any, *args: Any, verify: bool | None = None, **kwargs: Any) -> Any:
             )
         return (_safetensors if f.endswith(".safetensors") else _remote)(f, *args, **kwargs)
     function = _function()
-    if verify and function is torch.load and not installed() and isinstance(f, str | os.PathLike):
-        with open(f, "rb") as file:  # of a torch without a patch, in a pass before
+    unpatched = function is torch.load and not installed()
+    if verify and unpatched and isinstance(f, str | os.PathLike) and not kwargs.get("mmap"):
+        with open(f, "rb") as file:  # in a pass before; `mmap` needs a path
             refuse_damaged(f, file.fileno())
             return function(file, *args, **kwargs)
     with options(**({} if verify is None else {"verify_on_load": verify})):

@@ -468,7 +468,8 @@ def ambiguous_parts(directory: Directory) -> Iterator[RecordEntry]:
         other = seen.setdefault(name, record)
         if other is record or not is_part(name):
             continue
-        if (other.size, other.crc) != (record.size, record.crc) or not record.crc:
+        unknown = record.size and not record.crc  # saved without a checksum
+        if (other.size, other.crc) != (record.size, record.crc) or unknown:
             yield record
 
 
