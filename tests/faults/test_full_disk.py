@@ -90,6 +90,19 @@ def test_a_full_disk_tears_what_is_overwritten(lab: Lab, zygote: Zygote) -> None
     assert path.read_bytes() != old
 
 
+def test_without_a_free_inode_torch_writes(lab: Lab, zygote: Zygote) -> None:
+    """Stock overwrites the file, which takes no inode."""
+    need()
+    disk = lab.mount("none", "tmpfs", "size=64m,nr_inodes=8")
+    path = disk / "x.pt"
+    assert zygote.start(path, 1, 1, nbytes=_OLD_BYTES).wait() == 0
+    with pytest.raises(OSError, match="No space"):
+        for number in range(8):
+            (disk / str(number)).touch()
+    assert zygote.start(path, 2, 1, nbytes=_OLD_BYTES).wait() == 0
+    assert check(path) == 2
+
+
 @pytest.mark.proof("full disk")
 @pytest.mark.trials(3, 10)
 def test_full_disk_seen_late(
