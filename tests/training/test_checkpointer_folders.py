@@ -69,9 +69,11 @@ def test_a_second_one_that_saves_in_the_same_folder_is_refused(tmp_path: Path) -
     first = Checkpointer(folder, {"x": 1})
     first.save(1)
     for other in (folder, link, f"{tmp_path}/other/../run"):
-        with Checkpointer(other, {"x": 1}) as second:
-            with pytest.raises(ConfigError, match=r"another Checkpointer .* `close\(\)`"):
-                second.save(2)
+        with (
+            Checkpointer(other, {"x": 1}) as second,
+            pytest.raises(ConfigError, match=r"another Checkpointer .* `close\(\)`"),
+        ):
+            second.save(2)
     first.close()
     first.save(1)  # after `close()` it takes the folder again
     first.wait()
@@ -222,9 +224,11 @@ def test_the_first_save_makes_the_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["file", "file/run"])
 def test_a_folder_that_cannot_be_made(tmp_path: Path, path: str) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with Checkpointer(tmp_path / path, {"x": 1}) as checkpointer:
-        with pytest.raises(OSError, match=path):
-            checkpointer.save(1)
+    with (
+        Checkpointer(tmp_path / path, {"x": 1}) as checkpointer,
+        pytest.raises(OSError, match=path),
+    ):
+        checkpointer.save(1)
 
 
 def test_a_job_of_one_process_needs_no_process_group(
