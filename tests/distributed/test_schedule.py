@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fastserial.distributed.plan.division import GRAIN, FilePlan, cover_of
-from fastserial.distributed.plan.schedule import CONTAINER, FileRange, Move, Schedule, schedule
+from fastserial.distributed.plan.schedule import CONTAINER, FileRange, Move, Schedule
 from fastserial.distributed.sharding.pieces import Flat, Mesh, Split, TensorSpec
 
 DTYPES = (torch.uint8, torch.float32, torch.complex128)
@@ -68,7 +68,7 @@ def has(spec: TensorSpec, size: int, rank: int, piece: FileRange) -> bool:
 
 def check(plan: FilePlan, specs: list[TensorSpec], size: int, tile: int) -> int:
     """Check the schedules of all ranks; return how many bytes travel."""
-    made = [schedule(plan, specs, rank, size, tile) for rank in range(size)]
+    made = [Schedule(plan, specs, rank, size, tile) for rank in range(size)]
     written: list[tuple[int, int]] = []
     for rank, one in enumerate(made):
         mine = 0
@@ -140,7 +140,7 @@ def test_equal_shares() -> None:
         for writers in ([0, 1, 2], [1, 2]):
             plan = FilePlan((41 + count) * GRAIN, records, writers)
             check(plan, [replica, alone], 3, GRAIN)
-            made = [schedule(plan, [replica, alone], rank, 3, GRAIN) for rank in writers]
+            made = [Schedule(plan, [replica, alone], rank, 3, GRAIN) for rank in writers]
             blocks = [one.nbytes // GRAIN for one in made]
             assert max(blocks) - min(blocks) <= 1
 
@@ -164,6 +164,6 @@ def test_boxes_side_by_side_are_no_run() -> None:
     """A rank may hold neighbouring rows apart, as a strided shard of a mesh of one rank."""
     spec = TensorSpec((512, 4096), torch.float32, Mesh((1,), ((0,),), (Split(0, 2),)))
     assert len(cover_of(spec.shape, spec.held, 2).held) == 2
-    made = schedule(FilePlan(spec.nbytes, [(0, 0, 0, spec.nbytes)], [0]), [spec], 0, 2, GRAIN)
+    made = Schedule(FilePlan(spec.nbytes, [(0, 0, 0, spec.nbytes)], [0]), [spec], 0, 2, GRAIN)
     assert not list(made.own_pieces())
     check(FilePlan(spec.nbytes + 900, [(0, 0, 640, spec.nbytes)], [0, 1]), [spec], 2, GRAIN)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +25,7 @@ from fastserial.distributed.ranks.group import Traffic, collective, path_of
 from fastserial.distributed.sharding.pieces import as_dtensor, local_of
 from fastserial.distributed.state.states import state_of_module
 from fastserial.distributed.state.tables import StateTable
+from fastserial.distributed.state.walk import buffers_of
 from fastserial.errors import ConfigError, write_error
 from fastserial.files.durable import replace_bytes, sync_folders
 from fastserial.formats.extents import Extent, Literal, clip
@@ -142,11 +143,10 @@ def save_folder(
                 reports.append(_save_file(traffic, os.path.join(path, name), tensors, writers))
             if len(files) > 1:
                 written = [key for keys in files.values() for key in keys]
-                counted = [state[key] for key in written]
-                if isinstance(obj, torch.nn.Module):
-                    counted = list(obj.parameters())
                 nbytes = sum(mine.tensors[key][2] for key in written)
-                index = index_bytes(files, nbytes, sum(one.numel() for one in counted))
+                buffers = buffers_of([obj])
+                counted = [state[key].numel() for key in written if not _is_in(state[key], buffers)]
+                index = index_bytes(files, nbytes, sum(counted))
                 place = os.path.join(path, INDEX)
                 traffic.decide(None, lambda _: replace_bytes(place, index, config.durable))
         except BaseException:
@@ -266,6 +266,11 @@ def _shared(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
             if first != key:
                 found[key] = first
     return found
+
+
+def _is_in(tensor: torch.Tensor, buffers: Set[int]) -> bool:
+    """Return whether a tensor of a state is in the memory of a module's buffers."""
+    return as_dtensor(tensor) is None and tensor.untyped_storage()._cdata in buffers
 
 
 def _row(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], int]:

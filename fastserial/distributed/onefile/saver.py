@@ -25,7 +25,7 @@ from fastserial.distributed.onefile.full_pickle import FileLayout, StandIns, lay
 from fastserial.distributed.onefile.shard_writer import ShardWriter
 from fastserial.distributed.onefile.shared_file import FileIdentity, NewFile, OpenedFile
 from fastserial.distributed.plan.division import FilePlan
-from fastserial.distributed.plan.schedule import Schedule, schedule
+from fastserial.distributed.plan.schedule import Schedule
 from fastserial.distributed.ranks.copies import differing
 from fastserial.distributed.ranks.exchange import Exchange
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
@@ -298,7 +298,7 @@ class SaveTask:
         if not isinstance(kept, _KeptPlan) or kept.made_from != made_from:
             specs = table.completed(decision.ranges, decision.grids)
             tile = tile_bytes(traffic.size)
-            made = schedule(decision.plan, specs, traffic.rank, traffic.size, tile)
+            made = Schedule(decision.plan, specs, traffic.rank, traffic.size, tile)
             kept = traffic.kept[self.container] = _KeptPlan(made_from, specs, made)
         return kept
 

@@ -104,7 +104,7 @@ class ShardWriter:
         Args:
             between: called now and then.
         """
-        self.seconds["compare"] = 0.0
+        self.seconds = {"compare": 0.0, **self.seconds}
         base = Base(path)
         own, self._uncloned = _cut(self._own_extents(), config.block_size), []
         with self._timed("compare"):

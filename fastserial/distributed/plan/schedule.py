@@ -19,7 +19,6 @@ from typing import NamedTuple
 from fastserial.distributed.plan.division import FilePlan, cover_of, owned_ranges
 from fastserial.distributed.sharding.boxes import Box, within
 from fastserial.distributed.sharding.pieces import TensorSpec
-from fastserial.memory.held_settings import paused_collection
 
 CONTAINER = -1  # instead of a source: the zip's own bytes, which rank 0 has
 
@@ -191,11 +190,3 @@ class Schedule:
 @lru_cache(maxsize=4096)  # tensors of a model are alike
 def _parts(shape: tuple[int, ...], box: Box, first: int, stop: int) -> tuple[Box, ...]:
     return tuple(within(shape, box, first, stop))
-
-
-def schedule(
-    plan: FilePlan, specs: Sequence[TensorSpec], rank: int, size: int, tile_bytes: int
-) -> Schedule:
-    """Return what a rank does; see `Schedule`."""
-    with paused_collection():
-        return Schedule(plan, specs, rank, size, tile_bytes)

@@ -31,7 +31,7 @@ def save(state: dict[str, Any], out: Path, who: str) -> None:
     elif who == "clones":
         report = distributed.save(state, out / "file.pt", timeout=20, base=out / "file.pt")
         frozen = state["frozen"].nbytes if state["step"] > 1 and report.ranks else 0
-        assert report.cloned > frozen - 65536, report
+        assert report.cloned >= frozen - (1 << 18), report  # but what travels between the ranks
     elif who == "stock":
         dcp.save(state, storage_writer=dcp.FileSystemWriter(out))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ State = dict[str, nn.Module | torch.optim.Optimizer]
 
 def trained(seed: int, sharded: bool = True) -> State:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 3))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if sharded else None
     wrapped = FullyShardedDataParallel(
         model, device_id=torch.device("cpu"), use_orig_params=True, device_mesh=mesh
@@ -52,6 +53,9 @@ def main() -> None:
     with Checkpointer(folder / "steps", resumed) as checkpoints:
         assert checkpoints.resume() == 1
     assert whole(loaded, path) == whole(resumed, path) == before
+    distributed.save(state["m"], folder / "hf", format="safetensors", shard_nbytes=100)
+    index = json.loads((folder / "hf" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_parameters"] == 7 * 5 + 5 + 5 * 3 + 3
 
 
 main()
