@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support import ranks
 from support.damage import flip
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -95,10 +94,3 @@ def test_a_damaged_one_of_all_ranks_does_not_end_in_an_older_one(
             reader.read_metadata(rank=0)
     with pytest.raises(CheckpointException):
         load(tmp_path)
-
-
-def test_two_ranks_in_one_folder(tmp_path: Path) -> None:
-    ranks.run("dcp_alone", 2, tmp_path)
-    names = {"__0.metadata", "__1.metadata"}
-    assert names < set(os.listdir(tmp_path))
-    assert len(os.listdir(tmp_path)) == 4, "files of earlier checkpoints stay behind"
