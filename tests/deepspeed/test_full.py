@@ -16,6 +16,8 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from said import Said, check_exit, having, losses
+from support.identity import digest
+from support.sharded import same_bytes
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from fastserial import distributed
@@ -42,28 +44,6 @@ if FULL:
         (3, {}, []),
         (3, {**BF16, "zero_optimization": {"sub_group_size": 200}}, []),
     ]
-
-
-def same(a: Any, b: Any) -> bool:
-    """Return whether two tensors, or two other values, are the same, bit for bit."""
-    if not isinstance(a, torch.Tensor):
-        return type(a) is type(b) and bool(a == b)
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    return torch.equal(
-        *(t.contiguous().flatten().view(torch.uint8) if t.dim() else t for t in (a, b))
-    )
-
-
-def alike(a: Any, b: Any) -> bool:
-    """Return whether two nests are the same, the order of keys and the types included."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(alike, a, b))
-    return same(a, b)
 
 
 @pytest.mark.parametrize(("stage", "config", "options"), CASES)
@@ -94,7 +74,7 @@ def test_one_file(
         expected = float.fromhex(unbroken[rank_and_step])
         assert float.fromhex(loss) == pytest.approx(expected, rel=1e-5)
     for name in ("1.pt", "2.pt"):
-        assert alike(torch.load(tmp_path / name), torch.load(tmp_path / "full.pt"))
+        assert digest(torch.load(tmp_path / name)) == digest(torch.load(tmp_path / "full.pt"))
 
 
 def compare_with_zero_to_fp32(folder: Path, stage: int) -> None:
@@ -105,8 +85,8 @@ def compare_with_zero_to_fp32(folder: Path, stage: int) -> None:
     assert lacking == (set() if stage > 1 else {key for key in lacking if "fixed" in key})
     assert stock.keys() <= weights.keys()
     for key, value in stock.items():
-        assert same(weights[key], value), key
-        assert same(whole["module"][key], value), key
+        assert same_bytes(weights[key], value), key
+        assert same_bytes(whole["module"][key], value), key
 
 
 def compare_with_16bit(folder: Path) -> None:
@@ -116,7 +96,7 @@ def compare_with_16bit(folder: Path) -> None:
     module = torch.load(folder / "module.pt")
     assert list(stock) == list(module) == list(weights) == list(whole)
     for key, value in stock.items():
-        assert same(module[key], value), key
+        assert same_bytes(module[key], value), key
     for state in (weights, module, whole):
         assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
         full.Model(frozen=False).load_state_dict(state)
@@ -158,7 +138,7 @@ def test_another_stage(launch: Launch, tmp_path: Path) -> None:
     again = ["--load", tmp_path / "full.pt", "--again", tmp_path / "again.pt", "--steps", 0]
     check_exit(launch(2, *options, *again, program=PROGRAM))
     state = torch.load(tmp_path / "full.pt")
-    assert alike(torch.load(tmp_path / "again.pt"), state)
+    assert digest(torch.load(tmp_path / "again.pt")) == digest(state)
 
     state["optimizer"]["state"]["up.bias"]["step"] += 1
     torch.save(state, tmp_path / "odd.pt")
