@@ -32,7 +32,7 @@ def read_while(
     return found
 
 
-@pytest.mark.trials(8, 200)
+@pytest.mark.trials(30, 200)
 @pytest.mark.parametrize(("processes", "threads"), [(1, 8), (4, 1)])
 def test_crowd(
     processes: int,

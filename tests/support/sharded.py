@@ -164,7 +164,8 @@ def split(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> DTenso
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             local = _chunk(local, mesh, axis, placement.dim)
-    return _from_local(local.contiguous(), mesh, placements, full)
+    local = local.clone(memory_format=torch.contiguous_format)
+    return _from_local(local, mesh, placements, full)
 
 
 def _strided(chance: random.Random, full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
