@@ -80,11 +80,14 @@ def faults(session: nox.Session) -> None:
     install(session, TORCH, "test")
     session.install("fusepy", "atheris")
     table = Path(session.create_tmp()) / "faults.md"
+    table.unlink(missing_ok=True)
     session.run(
         "pytest",
         *(session.posargs or [*PARALLEL, "tests/faults", "tests/overlap", "tests/training"]),
         env={"FASTSERIAL_FAULTS": "full", "FASTSERIAL_FAULTS_TABLE": str(table)},
     )
+    if table.exists():
+        session.log("\n" + table.read_text())
     if not session.posargs:
         for parser in ("zip", "legacy", "pickle", "safetensors", "dcp"):
             session.run("python", "tests/faults/fuzz_parsers.py", parser, "-max_total_time=600")

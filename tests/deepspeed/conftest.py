@@ -8,11 +8,12 @@ import os
 import random
 import socket
 import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support import processes
 
 from fastserial.engines.deepspeed.aio_op import load_op, missing
 
@@ -64,29 +65,21 @@ def launch() -> Callable[..., list[dict[str, Any]]]:
     """Runs a program on one or two ranks and returns what they said."""
 
     def run(
-        world: int,
-        *arguments: object,
-        env: Mapping[str, str] = {},
-        program: str = "train.py",
+        world: int, *arguments: object, program: str = "train.py", **variables: str
     ) -> list[dict[str, Any]]:
-        port = free_port()
         shared = {
-            **os.environ,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(world),
             "OMP_NUM_THREADS": "1",
-            **env,
+            **variables,
         }
-        command = [sys.executable, os.path.join(os.path.dirname(__file__), program)]
-        command += [str(argument) for argument in arguments]
+        words = (Path(__file__).with_name(program), *arguments)
         running = [
-            subprocess.Popen(
-                command,
-                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
+            processes.start(
+                *words,
+                variables={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stderr=subprocess.PIPE,
-                text=True,
             )
             for rank in range(world)
         ]

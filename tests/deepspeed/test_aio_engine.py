@@ -121,12 +121,12 @@ def test_handles_are_kept_for_the_next_file(op: Any, monkeypatch: pytest.MonkeyP
     assert aio_op.borrow_handle(settings) is first
 
 
-def save(path: Path, nbytes: int, **options: Any) -> Any:
+def save(path: Path, nbytes: int) -> Any:
     """Save with the engine, and return what the save says of itself."""
     tensor = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     fastserial.install()
     try:
-        with fastserial.options(engine="deepspeed", block_size=65536, small_file=0, **options):
+        with fastserial.options(engine="deepspeed", block_size=65536, small_file=0):
             torch.save(tensor, path)
     finally:
         fastserial.uninstall()

@@ -56,16 +56,13 @@ def test_config_route(launch: Launch, tmp_path: Path) -> None:
     assert expected in having(said, "stderr")[0]["stderr"]
 
 
-def test_config_route_by_the_environment(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_route_by_the_environment(launch: Launch, tmp_path: Path) -> None:
     """A program that names fastserial nowhere but in DeepSpeed's config."""
     if not examine().boot.pth:
         pytest.skip("this installation has no fastserial.pth")
-    monkeypatch.setenv("FASTSERIAL", "1")
     config = json.dumps({"fastserial": True})
     at = ["--stage", 1, "--folder", tmp_path, "--via", "stock", "--config", config]
-    said = launch(1, *SHORT, *at)
+    said = launch(1, *SHORT, *at, FASTSERIAL="1")
     check_exit(said)
     assert [line["by"] for line in having(said, "saved")] == ["FastserialCheckpointEngine"]
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from said import Said, check_exit, having, losses
+from support.sharded import same_bytes
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from fastserial import distributed
@@ -44,17 +45,6 @@ if FULL:
     ]
 
 
-def same(a: Any, b: Any) -> bool:
-    """Return whether two tensors, or two other values, are the same, bit for bit."""
-    if not isinstance(a, torch.Tensor):
-        return type(a) is type(b) and bool(a == b)
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    return torch.equal(
-        *(t.contiguous().flatten().view(torch.uint8) if t.dim() else t for t in (a, b))
-    )
-
-
 @pytest.mark.parametrize(("stage", "config", "options"), CASES)
 def test_one_file(
     launch: Launch, tmp_path: Path, stage: int, config: dict[str, Any], options: list[str]
@@ -76,8 +66,8 @@ def compare_with_zero_to_fp32(folder: Path, stage: int) -> None:
     assert lacking == (set() if stage > 1 else {key for key in lacking if "fixed" in key})
     assert stock.keys() <= weights.keys()
     for key, value in stock.items():
-        assert same(weights[key], value), key
-        assert same(whole["module"][key], value), key
+        assert same_bytes(weights[key], value), key
+        assert same_bytes(whole["module"][key], value), key
 
 
 def compare_with_16bit(folder: Path) -> None:
@@ -87,7 +77,7 @@ def compare_with_16bit(folder: Path) -> None:
     module = torch.load(folder / "module.pt")
     assert list(stock) == list(module) == list(weights) == list(whole)
     for key, value in stock.items():
-        assert same(module[key], value), key
+        assert same_bytes(module[key], value), key
     for state in (weights, module, whole):
         assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
         full.Model(frozen=False).load_state_dict(state)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from said import Said, check_exit, having, losses
@@ -17,14 +16,26 @@ STEPS, SAVED, KILLED = 20, 10, 13
 Launch = Callable[..., Said]
 
 
-def resumed_equals_unbroken(
-    launch: Launch, folder: Path, world: int, *options: object, resume_via: str = "enable"
+@pytest.mark.parametrize(
+    ("world", "words", "resume_via"),
+    [
+        *[(world, f"--bf16 --stage {n}", "enable") for world in (1, 2) for n in range(4)],
+        *[(1, f"--stage {stage}", "enable") for stage in (0, 2)],
+        *[(2, f"--bf16 --overlap --stage {stage}", "enable") for stage in (0, 2, 3)],
+        (1, "--bf16 --stage 1 --legacy", "enable"),
+        *[(2, f"--bf16 --stage {stage}", "stock") for stage in (1, 3)],
+    ],
+)
+def test_it_goes_on_bit_for_bit(
+    launch: Launch, tmp_path: Path, world: int, words: str, resume_via: str
 ) -> None:
+    """Also where a program without fastserial goes on from our files."""
+    options = words.split()
     unbroken = launch(world, *options, "--steps", STEPS)
     check_exit(unbroken)
     assert len(losses(unbroken)) == STEPS * world
 
-    at = ["--folder", folder, "--steps", STEPS]
+    at = ["--folder", tmp_path, "--steps", STEPS]
     killed = launch(
         world, *options, *at, "--via", "enable", "--save-at", SAVED, "--kill-at", KILLED
     )
@@ -41,36 +52,3 @@ def resumed_equals_unbroken(
     assert (None in loaders) == (resume_via == "stock")
     assert len(losses(resumed)) == (STEPS - SAVED) * world
     assert losses(resumed).items() <= losses(unbroken).items()
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_zero(launch: Launch, tmp_path: Path, stage: int, world: int) -> None:
-    resumed_equals_unbroken(launch, tmp_path, world, "--bf16", "--stage", stage)
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_fp32(launch: Launch, tmp_path: Path, stage: int) -> None:
-    resumed_equals_unbroken(launch, tmp_path, 1, "--stage", stage)
-
-
-def test_legacy_format(launch: Launch, tmp_path: Path) -> None:
-    resumed_equals_unbroken(launch, tmp_path, 1, "--bf16", "--stage", 1, "--legacy")
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_mixture_of_experts(launch: Launch, tmp_path: Path, stage: int) -> None:
-    resumed_equals_unbroken(launch, tmp_path, 2, "--bf16", "--stage", stage, "--experts", 2)
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_overlapped(launch: Launch, tmp_path: Path, stage: int) -> None:
-    """A checkpoint that was written while training went on."""
-    resumed_equals_unbroken(launch, tmp_path, 2, "--bf16", "--stage", stage, "--overlap")
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_stock_deepspeed_resumes(launch: Launch, tmp_path: Path, stage: int) -> None:
-    """A program without fastserial goes on from our files."""
-    options: list[Any] = ["--bf16", "--stage", stage]
-    resumed_equals_unbroken(launch, tmp_path, 2, *options, resume_via="stock")

@@ -22,35 +22,29 @@ VOCABULARY, LENGTH, WIDTH, BATCH = 64, 16, 64, 4
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, or a mixture of experts."""
+    """Attention and a feed-forward layer."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-        feed = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-        self.experts = experts
-        if experts:
-            from deepspeed.moe.layer import MoE
-
-            self.feed: nn.Module = MoE(WIDTH, feed, num_experts=experts, ep_size=1, k=1)
-        else:
-            self.feed = feed
+        self.feed = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm1(x)
         x = x + self.attention(y, y, y, need_weights=False)[0]
-        y = self.feed(self.norm2(x))
-        return x + (y[0] if self.experts else y)
+        return x + self.feed(self.norm2(x))
 
 
 class Model(nn.Module):
     """A language model that returns its loss."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(experts) for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.dropout = nn.Dropout(0.1)
         self.head = nn.Linear(WIDTH, VOCABULARY)
@@ -100,7 +94,6 @@ def main() -> None:
     parser.add_argument("--destroy", action="store_true", help="destroy the engine at the end")
     parser.add_argument("--legacy", action="store_true")
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--config", default="{}")
     parser.add_argument("--full-disk-on", type=int, help="the rank whose disk is full")
     parser.add_argument("--slow-rank", type=int, help="the rank whose saves take 3 s more")
@@ -119,17 +112,8 @@ def main() -> None:
         fastserial.install(strict=True)
     if options.via == "config":
         fast.install()
-    model = Model(options.experts)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if options.experts:
-        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-        groups = split_params_into_different_moe_groups_for_optimizer(
-            {"params": parameters, "name": "parameters"}
-        )
-    else:
-        groups = [{"params": parameters}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=configuration(options)
     )

@@ -24,11 +24,7 @@ from fastserial.distributed import (
 )
 from fastserial.distributed.dcp.planners import divide
 from fastserial.distributed.onefile import dcp_folder
-from fastserial.errors import (
-    CheckpointReplacedError,
-    FastserialError,
-    UnreadableCheckpointError,
-)
+from fastserial.errors import CheckpointReplacedError, FastserialError, UnreadableCheckpointError
 
 
 @pytest.fixture(autouse=True)

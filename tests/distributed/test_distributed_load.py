@@ -28,10 +28,9 @@ def test_any_placement_loads_from_any_file(tmp_path: Path, count: int, cases: in
     assert seen["sharded"] > cases / 5
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_cases(tmp_path: Path, count: int) -> None:
-    out = ranks.run("load_cases", count, tmp_path)
-    assert {int(text) for text in out} == {15}
+def test_cases(tmp_path: Path) -> None:
+    out = ranks.run("load_cases", 3, tmp_path)
+    assert [len(text.split()) for text in out] == [15] * 3
 
 
 def test_a_process_alone(tmp_path: Path) -> None:

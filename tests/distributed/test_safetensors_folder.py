@@ -70,15 +70,6 @@ def test_an_error_at_the_index(
         assert all(torch.equal(state[key], one) for key, one in model().state_dict().items())
 
 
-def test_tensors_at_the_same_offset_of_two_files(tmp_path: Path) -> None:
-    state = {name: torch.full((100, 100), float(at)) for at, name in enumerate("abc")}
-    distributed.save(state, tmp_path, format="safetensors", shard_nbytes=MOST)
-    assert len(names(tmp_path)) == 4, "a file for each, and the index"
-    found = {key: torch.zeros(100, 100) for key in state}
-    distributed.load(tmp_path, found)
-    assert all(torch.equal(found[key], one) for key, one in state.items())
-
-
 def test_an_index_that_names_no_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     with pytest.raises(DistributedError, match=r"index\.json: it names no file"):

@@ -1,4 +1,4 @@
-"""What ranks meet besides states: unusual targets, groups, long jobs."""
+"""What ranks meet besides states: unusual targets, groups, long jobs, FSDP1."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import pytest
 from support import ranks
 
 
-def test_targets(tmp_path: Path) -> None:
-    ranks.run("ranks_targets", 2, tmp_path, timeout=100)
-
-
-@pytest.mark.parametrize("case", ["groups", "growth"])
-def test_long(case: str, tmp_path: Path) -> None:
-    ranks.run("ranks_long", 4, tmp_path, case, timeout=200)
+@pytest.mark.parametrize(
+    ("scene", "count"), [("targets", 2), ("groups", 4), ("growth", 4), ("fsdp1", 2)]
+)
+def test_targets(scene: str, count: int, tmp_path: Path) -> None:
+    ranks.run("ranks_scenes", count, scene, tmp_path, timeout=200)
 
 
 def test_what_differs_between_ranks_is_no_file(tmp_path: Path) -> None:

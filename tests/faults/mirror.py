@@ -75,18 +75,7 @@ class Mirror(Operations):  # type: ignore[misc]
 
     def statfs(self, path: str) -> dict[str, int]:
         found = os.statvfs(self._below(path))
-        names = [
-            "bavail",
-            "bfree",
-            "blocks",
-            "bsize",
-            "favail",
-            "ffree",
-            "files",
-            "flag",
-            "frsize",
-            "namemax",
-        ]
+        names = "bavail bfree blocks bsize favail ffree files flag frsize namemax".split()
         return {f"f_{name}": getattr(found, f"f_{name}") for name in names}
 
     def open(self, path: str, flags: int) -> int:

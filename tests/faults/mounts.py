@@ -151,13 +151,7 @@ class Lab:
             time.sleep(0.1)
         subprocess.run(["umount", "-l", where], capture_output=True, check=False)
 
-    def make(
-        self,
-        kind: str,
-        nbytes: int,
-        *options: str,
-        sector: int = 512,
-    ) -> Path:
+    def make(self, kind: str, nbytes: int, *options: str, sector: int = 512) -> Path:
         """Make and mount a file system in an image file.
 
         Args:
@@ -178,8 +172,15 @@ class Lab:
         run("mount", "--bind", source, where)
         self._stack.callback(run, "umount", where)
 
+    def mirror_of_below(self, *options: str) -> Path:
+        """Make the folder `below`, and mount it by `mirror`."""
+        (self.folder / "below").mkdir()
+        return self.mirror(self.folder / "below", *options)
+
     def mirror(self, folder: Path, *options: str) -> Path:
         """Mount `mirror.py`, a FUSE file system in Python, over a folder."""
+        need("fusermount")
+        pytest.importorskip("fuse", reason="needs fusepy (pip install fusepy) and libfuse2")
         where = self._new("fuse")
         where.mkdir()
         process = processes.start(_MIRROR, folder, where, *options, stdin=None, stdout=None)

@@ -36,6 +36,10 @@ class Victim:
         numbers = [int(line.split()[1]) for line in self.lines() if line.startswith(word + " ")]
         return numbers[-1] if numbers else None
 
+    def is_alive(self) -> bool:
+        """Whether it has not ended yet."""
+        return not (self._job.folder / "codes").exists()
+
     def is_saving(self) -> bool:
         """Whether the last save that has started has not returned."""
         return self.last("start") != self.last("done")
@@ -70,7 +74,11 @@ class Victim:
 
     def wait(self) -> int:
         """Wait for its end and return the exit status, negative for a signal."""
-        return self._job.wait()[0].code
+        return self.ended().code
+
+    def ended(self) -> processes.Ended:
+        """Wait for its end, and return what it came to."""
+        return self._job.wait()[0]
 
 
 class Zygote:

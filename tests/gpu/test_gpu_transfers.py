@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.gpu import DEVICE, need_gpu
 from support.identity import last_save
+from support.limits import peak
 from support.loading import last_report
 
 import fastserial
@@ -57,11 +58,6 @@ def test_words(tmp_path: Path, word: str, zipped: bool) -> None:
         assert last_report().transfer == ("cpu" if word == "cpu" else TAKEN[word])
 
 
-def resident(field: str = "VmRSS") -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
-
-
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 def test_memory(tmp_path: Path, zipped: bool) -> None:
     """At most 96 MiB of the host's and 16 MiB of the device's, whatever the size."""
@@ -78,13 +74,9 @@ def test_memory(tmp_path: Path, zipped: bool) -> None:
         torch.cuda.reset_peak_memory_stats()
         device = torch.cuda.memory_allocated()
         try:
-            Path("/proc/self/clear_refs").write_text("5")
+            host = peak(run)
         except OSError as error:
             pytest.skip(f"needs peaks of memory, which the kernel does not reset: {error}")
-        before = resident()
-        found = run()
-        host = resident("VmHWM") - before
-        del found
         return host, torch.cuda.max_memory_allocated() - device - kept
 
     def save() -> None:

@@ -8,8 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.beside import OPTIMIZERS
 from support.hostile import OPTIONS, Hostile, layers, without_copies
+from support.unstepped import OPTIMIZERS
 
 import fastserial
 from fastserial.checkpoints.save import write

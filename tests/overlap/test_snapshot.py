@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,17 @@ def test_a_copy_beyond_the_budget_is_written_at_once(
 def test_an_interrupted_call_makes_no_torn_file(tmp_path: Path, state: Any, gate: Gate) -> None:
     """Without room for copies it writes before it returns."""
 
+    interrupted = threading.Event()
+
     def interrupt() -> None:
         assert gate.stopped.wait(60)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        while not interrupted.wait(0.1):  # one that comes right before a wait is heard behind it
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        time.sleep(0.2)  # the call gives up the save, whose next block comes then
+        gate.open.set()
 
     def raising(number: int, frame: object) -> None:
+        interrupted.set()
         raise KeyboardInterrupt
 
     path = tmp_path / "state.pt"

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pytest
-import torch
 
 import fastserial
 from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.overlap import pending
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
-    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
-    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.1, foreach=False),
-    "adam foreach": lambda p: torch.optim.Adam(p, lr=0.1, foreach=True, amsgrad=True),
-    "adam fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-}
 
 
 class Gate:

@@ -183,9 +183,7 @@ def _() -> Any:
 # --- shapes and sizes -------------------------------------------------------------------------
 
 
-@case("empty")
-def _() -> Any:
-    return torch.empty(0)
+add("empty", lambda: torch.empty(0))
 
 
 @case("empty_between_data")
@@ -193,9 +191,7 @@ def _() -> Any:
     return [noise(100), torch.empty(0), noise(5000), torch.empty(0), torch.empty(0)]
 
 
-add("bytes_3MiB_and_17", lambda: noise(3 * MIB + 17))
 add("bytes_5MB", lambda: noise(5_000_000))
-add("bytes_40MB", lambda: torch.randn(10_000_000), large=True, portable=False)
 
 
 def _straddle(boundary: int, delta: int) -> Any:
@@ -213,18 +209,12 @@ def _straddle(boundary: int, delta: int) -> Any:
 
 
 # Meant for archive names of seven letters ("archive"), in the zip format.
-for _boundary, _deltas in {
-    4096: (-16, -8, -1, 0, 1),
-    MIB: (-9, 0, 1),
-    8 * MIB: (-8,),
-}.items():
-    for _delta in _deltas:
-        add(
-            f"straddle_{_boundary}_{_delta:+d}",
-            functools.partial(_straddle, _boundary, _delta),
-            portable=False,
-            large=_boundary > MIB,
-        )
+for _boundary, _delta in ((4096, -8), (4096, 0), (MIB, -9), (MIB, 0), (MIB, 1)):
+    add(
+        f"straddle_{_boundary}_{_delta:+d}",
+        functools.partial(_straddle, _boundary, _delta),
+        portable=False,
+    )
 
 
 @case("mixed_sizes_20MB", large=True, portable=False)
@@ -282,14 +272,10 @@ def _() -> Any:
     return {"first": noise(5000), "a": torch.from_numpy(a), "b": torch.from_numpy(a.view(np.int32))}
 
 
-@case("storage_untyped", loads=("zip",))
-def _() -> Any:
-    return torch.randn(10).untyped_storage()
+add("storage_untyped", lambda: torch.randn(10).untyped_storage(), loads=("zip",))
 
 
-@case("storage_typed")
-def _() -> Any:
-    return [torch.randn(10).storage(), torch.arange(5).storage()]
+add("storage_typed", lambda: [torch.randn(10).storage(), torch.arange(5).storage()])
 
 
 def _resized(nbytes: int) -> Any:
@@ -300,9 +286,7 @@ def _resized(nbytes: int) -> Any:
     return x
 
 
-add("storage_resized_to_zero", lambda: _resized(0), loads=())
 add("storage_resized_smaller", lambda: _resized(4), loads=())
-add("storage_resized_odd", lambda: _resized(13), loads=())
 add("storage_resized_larger", lambda: _resized(5000), portable=False)
 
 
@@ -326,9 +310,7 @@ def _() -> Any:
     return torch.frombuffer(buffer, dtype=torch.float32, offset=1, count=MIB // 2 - 3)
 
 
-@case("frombuffer_read_only")
-def _() -> Any:
-    return torch.frombuffer(random.randbytes(5000), dtype=torch.uint8)
+add("frombuffer_read_only", lambda: torch.frombuffer(random.randbytes(5000), dtype=torch.uint8))
 
 
 def _mapped(read_only: bool) -> Any:
@@ -440,7 +422,7 @@ def _mixed() -> Any:
 add("skip_data", _mixed, context=torch.serialization.skip_data, raises=NO_SKIP, loads=())
 add("no_crc", _mixed, context=without_crc, portable=False)
 add("no_crc_signature", lambda: CASES["descriptor_signatures_mixed"].builder(), context=without_crc)
-for _n in (1, 100, 4096, 65536):
+for _n in (100, 4096):
     add(
         f"alignment_{_n}",
         _mixed,
@@ -463,7 +445,7 @@ def _plain() -> Any:
     return {"x": torch.arange(7.0), "s": "text", "n": [1, 2.5, None], "deep": {"y": noise(600)}}
 
 
-for _protocol in (-1, 0, 1, 2, 3, 4, 5):
+for _protocol in (-1, 0, 1, 5):
     add(
         f"protocol_{_protocol}",
         _plain,

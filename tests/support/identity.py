@@ -460,16 +460,8 @@ def difference(left: bytes, right: bytes) -> str | None:
         return None
     size = min(len(left), len(right))
     a, b = np.frombuffer(left, np.uint8, size), np.frombuffer(right, np.uint8, size)
-    places = np.flatnonzero(a != b)
-    sizes = f"{len(left)} and {len(right)} bytes"
-    if not len(places):
-        return f"{sizes}; equal up to the end of the shorter"
-    at = int(places[0])
-    around = slice(max(0, at - 8), at + 24)
-    return (
-        f"{sizes}; {len(places)} differ, the first at {at} (0x{at:x}):\n"
-        f"  {left[around].hex(' ')}\n  {right[around].hex(' ')}"
-    )
+    at = int(np.argmax(a != b)) if (a != b).any() else size
+    return f"{len(left)} and {len(right)} bytes, which differ first at {at} (0x{at:x})"
 
 
 def compare(want: Outcome, got: Outcome, *, addresses: bool = True) -> None:
@@ -546,21 +538,6 @@ class _Digester:
             self.say("storage", storage.nbytes())
             self.hash.update(storage_bytes(storage))
 
-    def tensor(self, t: torch.Tensor) -> None:
-        self.say(type(t).__qualname__, str(t.dtype), str(t.layout), str(t.device), t.requires_grad)
-        if isinstance(t, torch.nn.parameter.UninitializedTensorMixin):
-            return
-        if not t.is_nested:
-            self.say(tuple(t.shape))
-        if (parts := _parts(t)) is not None:
-            self.any(parts)
-            return
-        self.say(t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
-        if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
-            self.storage(t.untyped_storage())  # a wrapper subclass has none
-        if t.__dict__:
-            self.any(dict(t.__dict__))
-
     def any(self, value: Any) -> None:
         if isinstance(value, torch.TypedStorage):
             if value.dtype is not torch.uint8:  # stock reads an untyped one back as such
@@ -583,10 +560,9 @@ class _Digester:
             self.compound(value)
 
     def compound(self, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            self.tensor(value)
-            return
         self.say(type(value).__qualname__)
+        if isinstance(value, torch.Tensor):
+            self.say(str(value.dtype), str(value.layout), str(value.device), value.requires_grad)
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             self.say(value.dtype.descr, value.shape, value.tobytes())
         elif isinstance(value, torch.Generator):
@@ -598,7 +574,8 @@ class _Digester:
         elif type(value) is dict:
             self.all(value.items())
         else:
-            # What pickle would write: the constructor, its arguments, state, items.
+            # What pickle would write: the constructor, its arguments, state, items; of a tensor the
+            # storage, the place in it, and what else tells of it.
             reduce = copyreg.dispatch_table.get(type(value))
             parts = reduce(value) if reduce else value.__reduce_ex__(2)
             if isinstance(parts, str):
@@ -613,26 +590,6 @@ class _Digester:
             self.say("next")
             self.any(item)
         self.say("end")
-
-
-def _parts(t: torch.Tensor) -> list[Any] | None:
-    """What a tensor that is not plain strided memory is made of."""
-    if t.is_nested:
-        strided = t.layout is torch.strided
-        return [t.values(), t._nested_tensor_size() if strided else t.offsets()]
-    if t.layout is torch.sparse_coo:
-        return [t.is_coalesced(), t._indices(), t._values()]
-    if t.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [t.crow_indices(), t.col_indices(), t.values()]
-    if t.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [t.ccol_indices(), t.row_indices(), t.values()]
-    if t.is_quantized:
-        scheme = [str(t.qscheme()), tuple(t.shape), t.stride(), t.storage_offset()]
-        if t.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            return [*scheme, t.q_scale(), t.q_zero_point(), t.untyped_storage()]
-        scales = [t.q_per_channel_scales(), t.q_per_channel_zero_points(), t.q_per_channel_axis()]
-        return [*scheme, *scales, t.untyped_storage()]
-    return None
 
 
 def digest(value: Any) -> str:

@@ -20,9 +20,9 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -181,6 +181,29 @@ def join() -> tuple[int, int]:
     store = dist.FileStore(os.environ["FASTSERIAL_TEST_STORE"], count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
     return rank, count
+
+
+def alone(step: Callable[[], object]) -> None:
+    """Let rank 0 do something before the others go on."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        step()
+    dist.barrier()
+
+
+def each(cases: Iterable[Callable[[], object]]) -> None:
+    """Run one case after the other: so each also shows that the group can be used after it."""
+    for case in cases:
+        dist.barrier()
+        print(case.__name__, flush=True)
+        case()
+
+
+def main(scenes: Mapping[str, Any]) -> None:
+    """Join, and run the scene that the command line names, with the words behind it."""
+    join()
+    name, *words = sys.argv[1:]
+    scenes[name](*words)
 
 
 def _number(path: Path) -> int:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from inspect import signature
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+
+from fastserial.distributed import FlatShard
 
 _GRIDS = {
     1: [(1,), (1, 1)],
@@ -20,8 +25,6 @@ _GRIDS = {
     6: [(6,), (2, 3), (3, 2), (1, 3, 2)],
     8: [(8,), (2, 4), (4, 2), (2, 2, 2)],
 }
-# Before, it always scatters, and fails for tensors without elements.
-_SPLITS_LOCALLY = "src_data_rank" in signature(distribute_tensor).parameters
 DTYPES = [
     torch.float32,
     torch.float32,
@@ -38,6 +41,18 @@ DTYPES = [
 NEWER = [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2fnuz]
 DTYPES += NEWER
 CHANGES = ("nothing", "bytes", "half", "placement", "dtype", "shape", "grad", "gone", "order")
+
+
+def parallel(model: Any, kind: str, *layers: nn.Module) -> Any:
+    """Return a module as it is, or as jobs have it: `ddp`; `fsdp`, these layers on their own."""
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    if kind != "fsdp":
+        return model
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def meshes(count: int) -> list[DeviceMesh]:
@@ -115,72 +130,64 @@ def vary(
         whole.update(dict.fromkeys(tied, full))
 
 
-def random_placements(chance: random.Random, ndim: int, mesh: DeviceMesh) -> list[Any]:
-    """Return placements for a tensor of `ndim` dimensions."""
-    return [
-        Shard(chance.randrange(ndim)) if ndim and chance.random() < 0.75 else Replicate()
-        for _ in range(mesh.ndim)
-    ]
+def hold(chance: random.Random, full: torch.Tensor, grids: list[DeviceMesh], flat: float) -> Any:
+    """Return what this rank has of a tensor, which is the same on all: a DTensor, or a FlatShard.
+
+    Args:
+        flat: how probable a FlatShard is.
+    """
+    if chance.random() >= flat:
+        return random_dtensor(chance, full, chance.choice(grids))
+    rank, count = dist.get_rank(), grids[0].size()
+    cuts = sorted(chance.randint(0, full.numel()) for _ in range(count - 1))
+    first, stop = [0, *cuts][rank], [*cuts, full.numel()][rank]
+    local = full.contiguous().flatten()[first:stop].clone()
+    return FlatShard(tuple(full.shape), full.dtype, first, stop - first, local)
 
 
 def random_dtensor(chance: random.Random, full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a tensor distributed at random, sometimes with a strided shard. Collective."""
-    placements = random_placements(chance, full.dim(), mesh)
+    """Return a tensor distributed at random, sometimes with a strided shard. No traffic."""
     if full.dim() and chance.random() < 0.4:
-        return strided(chance, full, mesh)
+        return _strided(chance, full, mesh)
+    placements = [
+        Shard(chance.randrange(full.dim()))
+        if full.dim() and chance.random() < 0.75
+        else Replicate()
+        for _ in range(mesh.ndim)
+    ]
     return split(full, mesh, placements)
 
 
 def split(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> DTensor:
-    """Return a tensor distributed; each rank takes its part of the whole that it has."""
-    if _SPLITS_LOCALLY:
-        return distribute_tensor(full, mesh, placements, src_data_rank=None)
+    """Return a tensor distributed; each rank takes its part of the whole. No traffic."""
     local = full
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             local = _chunk(local, mesh, axis, placement.dim)
-    return _from_local(local.contiguous(), mesh, placements, full)
+    local = local.clone(memory_format=torch.contiguous_format)
+    return _from_local(local, mesh, placements, full)
 
 
-def split_last(full: torch.Tensor, mesh: DeviceMesh, dims: list[int | None]) -> DTensor:
-    """Return a DTensor whose first mesh dimension was split last, as FSDP2 does. No traffic.
-
-    Args:
-        dims: of the tensor, which the dimensions of the mesh split; None: not.
-    """
-    local, placements = _split_last(full, mesh, dims)
-    return _from_local(local.contiguous(), mesh, placements, full)
-
-
-def strided(chance: random.Random, full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a DTensor whose first mesh dimension was split last, at random. No traffic."""
-    dim = chance.randrange(full.dim())
-    dims: list[int | None] = [
-        dim if chance.random() < 0.7 else chance.randrange(full.dim()) for _ in range(mesh.ndim)
+def _strided(chance: random.Random, full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a DTensor whose first mesh dimension was split last, as FSDP2 does."""
+    first = chance.randrange(full.dim())
+    dims = [
+        first if chance.random() < 0.7 else chance.randrange(full.dim()) for _ in range(mesh.ndim)
     ]
-    local, placements = _split_last(full, mesh, [dim, *dims[1:]])
+    dims[0] = first
+    placements: list[Any] = [Shard(dim) for dim in dims]
+    local, factor = full, 1
+    for axis in [*range(1, mesh.ndim), 0]:
+        local = _chunk(local, mesh, axis, dims[axis])
+        if axis and dims[axis] == first:
+            factor *= mesh.size(axis)
+    if factor > 1:
+        placements[0] = _StridedShard(first, split_factor=factor)
     local = local.contiguous()
     if chance.random() < 0.4:  # the same elements, in another order in memory
         back = tuple(reversed(range(local.dim())))
         local = local.permute(back).contiguous().permute(back)
     return _from_local(local, mesh, placements, full)
-
-
-def _split_last(
-    full: torch.Tensor, mesh: DeviceMesh, dims: list[int | None]
-) -> tuple[torch.Tensor, list[Any]]:
-    placements: list[Any] = [Replicate() if dim is None else Shard(dim) for dim in dims]
-    local, factor = full, 1
-    for axis in [*range(1, mesh.ndim), 0]:
-        dim = dims[axis]
-        if dim is None:
-            continue
-        local = _chunk(local, mesh, axis, dim)
-        if axis and dim == dims[0]:
-            factor *= mesh.size(axis)
-    if dims[0] is not None and factor > 1:
-        placements[0] = _StridedShard(dims[0], split_factor=factor)
-    return local, placements
 
 
 def _chunk(tensor: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.ranks import join
-from support.sharded import meshes, noise, random_dtensor, random_tensor, same_bytes, vary
+from support.sharded import hold, meshes, noise, random_tensor, same_bytes, vary
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -36,9 +36,7 @@ STOCK_IS_WRONG = torch.__version__.startswith("2.6.")
 
 
 def held(chance: random.Random, grids: list[Any], full: torch.Tensor) -> Any:
-    if chance.random() < 0.2:
-        return full.clone()
-    return random_dtensor(chance, full, chance.choice(grids))
+    return full.clone() if chance.random() < 0.2 else hold(chance, full, grids, flat=0)
 
 
 def random_state(chance: random.Random, grids: list[Any], case: int) -> tuple[Any, Any]:

@@ -1,8 +1,4 @@
-"""A rank: what `distributed.load` does with one file after another. Argument: a folder.
-
-All cases run in the same processes, one behind the other: so each also shows that the group can
-be used after the one before it.
-"""
+"""A rank: what `distributed.load` does with one file after another. Argument: a folder."""
 
 from __future__ import annotations
 
@@ -19,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.damage import flip
-from support.ranks import join
+from support.ranks import alone, each, join
+from support.sharded import parallel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, zeros
-from torch.nn.parallel import DistributedDataParallel
 
 import fastserial
 from fastserial.distributed import FlatShard, load, save
@@ -39,14 +35,6 @@ CASES: list[Callable[[], None]] = []
 def case(function: Callable[[], None]) -> Callable[[], None]:
     CASES.append(function)
     return function
-
-
-def alone(step: Callable[[], object]) -> None:
-    """Let rank 0 do something before the others go on."""
-    dist.barrier()
-    if RANK == 0:
-        step()
-    dist.barrier()
 
 
 def written(name: str, value: Any, **more: Any) -> Path:
@@ -370,13 +358,6 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def fsdp(model: nn.Module) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(model.one, mesh=MESH)
-    return fully_shard(model, mesh=MESH)
-
-
 @case
 def modules_and_optimizers_of_one_process_as_stock_wrote_them() -> None:
     old = Counting(1)
@@ -384,9 +365,9 @@ def modules_and_optimizers_of_one_process_as_stock_wrote_them() -> None:
     trained(old, adam)
     old.notes = "old"
     path = written("stock", {"m": old.state_dict(), "o": [adam.state_dict()], "epoch": 4})
-    for wrap in (lambda model: model, DistributedDataParallel, fsdp):
+    for kind in ("plain", "ddp", "fsdp"):
         new = Counting(2)
-        outer = wrap(new)
+        outer = parallel(new, kind, new.one)
         fresh = torch.optim.AdamW(outer.parameters(), lr=0.5)
         step = {"m": outer, "o": [fresh], "epoch": 0}
         weight = new.one.weight
@@ -398,7 +379,7 @@ def modules_and_optimizers_of_one_process_as_stock_wrote_them() -> None:
             assert torch.equal(a, full(b))
             for key, value in adam.state[a].items():
                 assert torch.equal(value, full(fresh.state[b][key])), key
-        if wrap is fsdp:
+        if kind == "fsdp":
             continue  # it has split gradients
         trained(outer, fresh)
         again = copy.deepcopy(old)
@@ -435,15 +416,4 @@ def a_mesh_whose_ranks_are_not_in_order() -> None:
     assert torch.equal(into.full_tensor(), rows(60))
 
 
-def main() -> None:
-    for function in CASES:
-        dist.barrier()
-        try:
-            function()
-        except BaseException:
-            print(f"in {function.__name__}:", file=sys.stderr)
-            raise
-    print(len(CASES))
-
-
-main()
+each(CASES)

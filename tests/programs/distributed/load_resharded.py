@@ -16,10 +16,10 @@ import torch.distributed as dist
 from support.loading import tensors
 from support.nests import differing, like
 from support.ranks import join
-from support.sharded import NEWER, meshes, noise, random_dtensor, random_tensor
+from support.sharded import NEWER, hold, meshes, noise, random_tensor
 
 import fastserial
-from fastserial.distributed import FlatShard, load, save
+from fastserial.distributed import load, save
 from fastserial.distributed.onefile import flow
 from fastserial.distributed.plan import owners
 
@@ -58,27 +58,15 @@ def saved(chance: random.Random) -> dict[str, Any]:
     return nest
 
 
-def flat_shard(full: torch.Tensor, cuts: list[int], place: int) -> FlatShard:
-    first, stop = cuts[place], cuts[place + 1]
-    flat = full.resolve_conj().contiguous().flatten()[first:stop].clone()
-    return FlatShard(tuple(full.shape), full.dtype, first, stop - first, flat)
-
-
 class Maker:
     """Makes a target for each tensor; the same choices each time for the same seed."""
 
-    def __init__(
-        self, seed: int, count: int, rank: int, grids: list[Any], zeros: bool = False
-    ) -> None:
+    def __init__(self, seed: int, grids: list[Any], zeros: bool = False) -> None:
         self.chance = random.Random(seed)
-        self.zeros = zeros
-        self.count, self.rank, self.grids = count, rank, grids
+        self.grids, self.zeros = grids, zeros
 
     def target(self, full: torch.Tensor) -> Any:
-        chance = self.chance
-        kind = chance.random()
-        seed, mesh = chance.randrange(2**31), chance.choice(self.grids)
-        cuts = sorted(chance.randrange(full.numel() + 1) for _ in range(self.count - 1))
+        kind, seed = self.chance.random(), self.chance.randrange(2**31)
         full = full.resolve_conj().contiguous().clone()
         if self.zeros:
             full.zero_()
@@ -86,9 +74,7 @@ class Maker:
             return full
         if kind < 0.25 and full.dim() > 1:
             return full.transpose(0, 1).contiguous().transpose(0, 1)
-        if kind < 0.4:
-            return flat_shard(full, [0, *cuts, full.numel()], self.rank)
-        return random_dtensor(random.Random(seed), full, mesh)
+        return hold(random.Random(seed), full, self.grids, flat=0.2)
 
 
 def main() -> None:
@@ -109,7 +95,7 @@ def main() -> None:
         choices, sources = chance.randrange(2**31), chance.randrange(2**31)
         sharded, writers = chance.random() < 0.4, chance.choice(counts)
         if sharded and rank < writers:
-            source = like(nest, Maker(sources, writers, rank, grids[writers]).target)
+            source = like(nest, Maker(sources, grids[writers]).target)
             with fastserial.options(durable=False):
                 save(source, path, group=groups[writers], timeout=60)
         elif not sharded and rank == 0:
@@ -118,9 +104,9 @@ def main() -> None:
         if rank >= count:
             continue
         direct = chance.choice(["auto", True])
-        into = like(nest, Maker(choices, count, rank, grids[count], zeros=True).target)
+        into = like(nest, Maker(choices, grids[count], zeros=True).target)
         into["step"] = into["deep"]["name"] = None
-        want = like(nest, Maker(choices, count, rank, grids[count]).target)
+        want = like(nest, Maker(choices, grids[count]).target)
         with (
             mock.patch.object(owners, "_FINEST", block),
             mock.patch.object(flow, "_LARGEST_WINDOW", window),

@@ -15,10 +15,7 @@ import torch
 import torch.distributed as dist
 from support.hostile import OPTIONS, Hostile, layers, without_copies
 from support.ranks import join
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from support.sharded import parallel
 
 import fastserial
 from fastserial import distributed
@@ -26,25 +23,16 @@ from fastserial import distributed
 WIDTH = 520  # a weight has more than 1 MiB: every rank writes a part of it
 
 
-def made(kind: str, count: int) -> nn.Module:
-    torch.manual_seed(1)
-    model = layers(WIDTH)
-    if kind == "ddp":
-        return DistributedDataParallel(model)
-    mesh = init_device_mesh("cpu", (count,))
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
 def main() -> None:
-    rank, count = join()
+    rank, _ = join()
     folder, kind, trials, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
     uncopied = sys.argv[5:] == ["uncopied"]
     if uncopied:
         without_copies(pytest.MonkeyPatch())
-    model = made(kind, count)
+    torch.manual_seed(1)
+    model = layers(WIDTH)
+    model = parallel(model, kind, model[0], model[2])
     dice = random.Random(seed)
     way = dice.choice([{"foreach": True}, {"fused": True}, {"foreach": False}])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **way)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.ranks import join
+from support.ranks import each, join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import fastserial
@@ -189,19 +189,14 @@ def planners() -> None:
     assert found["large"].unique().tolist() == [0]
 
 
-CASES = (
-    *(plain_tensors, all_bytes, stages, small_ones, buffers, keys, odd_tensors_and_objects),
-    *(checkpoints, planners),
-)
-
-
 def main() -> None:
     PATH.parent.mkdir(exist_ok=True)
-    for case in CASES:
-        save({"old": torch.ones(3)})
-        case()
-        dist.barrier()
-        print(case.__name__, flush=True)
+    cases = (
+        *(plain_tensors, all_bytes, stages, small_ones, buffers, keys, odd_tensors_and_objects),
+        *(checkpoints, planners),
+    )
+    save({"old": torch.ones(3)})
+    each(cases)
 
 
 main()

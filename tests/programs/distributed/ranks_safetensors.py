@@ -19,7 +19,7 @@ import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from support.corpus import TORCH, aligned
 from support.ranks import join
-from support.sharded import meshes, random_dtensor, random_tensor
+from support.sharded import hold, meshes, random_tensor
 
 from fastserial import distributed
 from fastserial.formats.safetensors import TYPE_NAMES
@@ -36,7 +36,7 @@ def random_tensors(chance: random.Random, grids: list[Any]) -> tuple[Any, Any]:
         key = f"{chance.choice('zyxab')}.{index}"
         whole[key] = full
         if chance.random() < 0.7:
-            state[key] = random_dtensor(chance, full, chance.choice(grids))
+            state[key] = hold(chance, full, grids, flat=0)
         elif full.dim() == 2 and chance.random() < 0.3:
             state[key] = full.t().contiguous().t()
         else:

@@ -11,7 +11,6 @@ import random
 import sys
 from collections import OrderedDict
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +19,9 @@ import torch
 import torch.distributed as dist
 from support.corpus import TORCH, aligned
 from support.ranks import join
-from support.sharded import meshes, noise, random_dtensor, random_tensor, vary
+from support.sharded import hold, meshes, noise, random_tensor, vary
 
 from fastserial import distributed
-from fastserial.distributed import FlatShard
 from fastserial.distributed.state.tables import SHARED_FROM
 from fastserial.saving import incremental
 
@@ -36,17 +34,7 @@ WRAPS: list[Any] = [
 ]
 
 
-def held(chance: random.Random, grids: list[Any], rank: int, count: int, full: torch.Tensor) -> Any:
-    """Return what this rank has of a tensor."""
-    if chance.random() < 0.8:
-        return random_dtensor(chance, full, chance.choice(grids))
-    cuts = sorted(chance.randint(0, full.numel()) for _ in range(count - 1))
-    first, stop = [0, *cuts][rank], [*cuts, full.numel()][rank]
-    flat = full.flatten()[first:stop].clone()
-    return FlatShard(tuple(full.shape), full.dtype, first, stop - first, flat)
-
-
-def random_state(chance: random.Random, hold: Any, rank: int) -> tuple[Any, Any]:
+def random_state(chance: random.Random, held: Any, rank: int) -> tuple[Any, Any]:
     """Return a state, and the whole of it (the same on every rank)."""
     state: dict[str, Any] = {}
     whole: dict[str, Any] = {}
@@ -60,7 +48,7 @@ def random_state(chance: random.Random, hold: Any, rank: int) -> tuple[Any, Any]
         full = random_tensor(chance, *((150, 3) if large else (9, 4)))
         key = f"layer.{index}"
         if kind < 0.7:
-            put(key, hold(full), full)
+            put(key, held(full), full)
         elif kind < 0.8:
             size = chance.choice([100, 3 * 2**20 + 5])
             full = noise([size], torch.uint8, chance.randrange(2**31))
@@ -94,15 +82,19 @@ def main() -> None:
     before: Path | None = None
     folder, seed, cases = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     chance = random.Random(seed)
-    hold = partial(held, chance, meshes(count), rank, count)
+    grids = meshes(count)
+
+    def held(full: torch.Tensor) -> Any:
+        return hold(chance, full, grids, flat=0.2)
+
     state: dict[str, Any] = {}
     whole: dict[str, Any] = {}
     (folder / "stock").mkdir(exist_ok=True)
     for case in range(cases):
         if case % 2:
-            vary(chance, state, whole, hold)
+            vary(chance, state, whole, held)
         else:
-            state, whole = random_state(chance, hold, rank)
+            state, whole = random_state(chance, held, rank)
             wrap = chance.choice(WRAPS)
         state["step"] = whole["step"] = case * 100
         base = chance.choice([None, before])

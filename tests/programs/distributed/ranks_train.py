@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.ranks import join
+from support.sharded import parallel
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,12 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fastserial import distributed, last_save_report
 
@@ -70,14 +66,8 @@ def made(kind: str, count: int) -> nn.Module:
             parallelize_module(block, mesh["tp"], plan)
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-    elif kind.startswith("fsdp"):
-        mesh = init_device_mesh("cpu", (count,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    elif kind.startswith("ddp"):
-        model = DistributedDataParallel(model)
-    return model
+        return model
+    return parallel(model, kind.split("-")[0], *model.blocks)
 
 
 def trimmed(value: Any) -> Any:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.ranks import join
+from support.sharded import parallel
 from support.unstepped import Run
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fastserial
@@ -22,14 +21,14 @@ from fastserial import distributed
 
 
 def main() -> None:
-    _, count = join()
+    join()
     folder, kind = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
 
     def wrap(net: Any) -> Any:
         if kind == "ddp":
             return DistributedDataParallel(net, find_unused_parameters=True)
-        return fully_shard(net, mesh=init_device_mesh("cpu", (count,)))
+        return parallel(net, kind)
 
     for name in sys.argv[3:]:
         expected = Run(name, wrap).steps(4)

@@ -17,17 +17,8 @@ from support.blocks import blocks_of
 
 def _alone() -> dict[str, str]:
     """The environment without what the test, or torchrun, put there."""
-    mine = (
-        "PYTHONPATH",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_",
-        "GROUP_",
-        "ROLE_",
-        "MASTER_",
-        "TORCHELASTIC_",
-    )
-    return {name: value for name, value in os.environ.items() if not name.startswith(mine)}
+    mine = "PYTHONPATH RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ TORCHELASTIC_".split()
+    return {name: value for name, value in os.environ.items() if not name.startswith(tuple(mine))}
 
 
 def main(page: Path, before: Path | None) -> None:

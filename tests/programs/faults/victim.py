@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
+import random
 import signal
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -31,11 +32,13 @@ JOB: dict[str, Any] = {
     "frozen": 0,  # bytes that all states have in common; each save has the one before as base
     "named": False,  # a temporary file with a name
     "pause": False,  # waits for SIGUSR1 before the first save
-    "fsize": None,  # a limit on the size of files (bytes)
     "report": False,  # prints the SaveReport
+    "targets": [],  # names of files in the folder `path`: `threads` threads save to any of them
+    "threads": 1,
     # for controls:
     "unguarded": False,  # overwrites the target where it is: the victim holds it open
     "deaf": False,  # takes every write for a whole one
+    "stock": False,  # stock torch saves
 }
 _SMALL_FILE = 1 << 20  # states of a few MiB go the way of large ones
 _FAILED = 3
@@ -73,10 +76,10 @@ def arrange(job: dict[str, Any]) -> None:
     """Set what is to be otherwise."""
     if job["named"]:
         destination._can_link = lambda: False
-    if job["fsize"] is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (job["fsize"], resource.RLIM_INFINITY))
     if job["deaf"]:
         take_every_write_for_a_whole_one()
+    if job["stock"]:
+        fastserial.uninstall()
 
 
 def described(error: Exception) -> dict[str, Any]:
@@ -90,9 +93,28 @@ def described(error: Exception) -> dict[str, Any]:
     }
 
 
+def save_to_any(job: dict[str, Any]) -> None:
+    """Save states of three sizes to files that other threads and processes save to."""
+
+    def work(thread: int) -> None:
+        first = job["first"] + 1000 * thread
+        dice = random.Random(first)
+        for number in range(first, first + job["count"]):
+            name = dice.choice(job["targets"])
+            state = make(number, dice.choice((3_000, 200_000, 3_000_000)))
+            path, zipped = os.path.join(job["path"], name), name != "legacy.pt"
+            torch.save(state, path, _use_new_zipfile_serialization=zipped)
+
+    with ThreadPoolExecutor(job["threads"]) as pool:
+        list(pool.map(work, range(job["threads"])))
+
+
 def main() -> None:
     job = {**JOB, **json.loads(sys.argv[1])}
     arrange(job)
+    if job["targets"]:
+        save_to_any(job)
+        return
     state = make(job["first"], job["nbytes"])
     if job["pause"]:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])

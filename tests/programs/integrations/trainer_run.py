@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 from support.kills import kill_in
-from transformers import (
-    PretrainedConfig,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 OPTIONS: dict[str, Any] = {

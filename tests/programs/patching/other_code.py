@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+import pytest
 import torch
 from support.patched import both, caught, functions, main, same
 
@@ -26,12 +27,9 @@ def replaced_before_install() -> None:
     assert "torch.serialization._save" in warned[0] and "fastserial doctor" in warned[0]
     assert caught(fastserial.install) == (False, [])
     assert same(functions(), before) and not both()
-    try:
+    with pytest.raises(ImportError) as error:
         fastserial.install(strict=True)
-    except ImportError as error:
-        assert isinstance(error, fastserial.PatchError)
-    else:
-        raise SystemExit("no PatchError")
+    assert isinstance(error.value, fastserial.PatchError)
     torch.serialization._save = real
     assert fastserial.install() and both()
 
@@ -78,12 +76,9 @@ def unknown_functions_stay_stock(patches: str, version: str = "") -> None:
     assert fastserial.status().patch is None and fastserial.status().reason in warned[0]
     assert torch.__version__ in warned[0] and "fastserial doctor" in warned[0]
     assert "fastserial patches check" in warned[0]
-    try:
+    with pytest.raises(fastserial.PatchError) as error:
         fastserial.install(strict=True)
-    except fastserial.PatchError as error:
-        assert isinstance(error, ImportError) and str(error) == warned[0]
-    else:
-        raise SystemExit("no PatchError")
+    assert isinstance(error.value, ImportError) and str(error.value) == warned[0]
     assert same(functions(), before)
     print(warned[0])
 

@@ -18,10 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.ranks import join
+from support.sharded import parallel
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import fastserial
 
@@ -45,17 +43,12 @@ def made(kind: str, count: int) -> nn.Module:
     model: Any = nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)
     )
-    if kind == "plain":
-        return model
+    if kind == "fsdp":
+        model[1] = nn.LayerNorm(WIDTH)  # the buffers of BatchNorm would be each rank's own
+    model = parallel(model, kind, model[0], model[3])
     if kind == "ddp":
-        model = DistributedDataParallel(model)
         model.register_comm_hook(count, in_order)
-        return model
-    model[1] = nn.LayerNorm(WIDTH)  # the buffers of BatchNorm would be each rank's own
-    mesh = init_device_mesh("cpu", (count,))
-    for layer in (model[0], model[3]):
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return model
 
 
 def main() -> None:
