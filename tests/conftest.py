@@ -46,7 +46,8 @@ _SLOW = tuple(
     patching/test_install.py saving/test_identity.py
     saving/test_writer.py::test_peak_memory_is_the_pool
     test_interrupts.py::test_while test_surroundings.py
-    training/test_checkpointer_ training/test_mirror.py::test_kills
+    training/test_checkpointer_ training/test_mirror.py::test_all_ranks
+    training/test_mirror.py::test_kills training/test_partial.py::test_many_ranks
     """.split()
 )
 

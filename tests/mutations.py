@@ -29,6 +29,8 @@ TESTS = {
     "distributed": """distributed/test_schedule.py distributed/test_copies.py
         distributed/test_shared_file.py distributed/test_dcp_storage.py distributed/test_targets.py
         distributed/test_distributed_save.py""",
+    "checksums.py": """saving/test_extent_writer.py saving/test_incremental.py
+        distributed/test_targets.py""",
 }
 
 
