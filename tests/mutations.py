@@ -20,14 +20,17 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 # What a fault is tried on, the quick ones first; not the corpus, which takes minutes.
 TESTS = {
-    "saving": """saving/test_extent_writer.py saving/test_writer.py saving/test_buffered.py
-        saving/test_route.py saving/test_device_saves.py saving/test_identity.py::test_durable
+    "saving": """saving/test_extent_writer.py saving/test_writer.py saving/test_route.py
+        memory/test_device_transfers.py saving/test_identity.py::test_durable
         files/test_replacement.py test_properties.py""",
     "loading": """loading/test_reader.py loading/test_prefetch.py loading/test_load_damaged.py
-        loading/test_load_forms.py loading/test_load_files.py loading/test_device_loads.py""",
+        loading/test_load_forms.py loading/test_load_files.py
+        memory/test_device_transfers.py""",
     "distributed": """distributed/test_schedule.py distributed/test_copies.py
         distributed/test_shared_file.py distributed/test_dcp_storage.py distributed/test_targets.py
         distributed/test_distributed_save.py""",
+    "checksums.py": """saving/test_extent_writer.py saving/test_incremental.py
+        distributed/test_targets.py""",
 }
 
 

@@ -20,7 +20,7 @@ import fastserial
 from fastserial.engines import survey
 
 EXAMPLES = settings(
-    max_examples=1000 if FULL else 50,
+    max_examples=1000 if FULL else 30,
     derandomize=not FULL,
     database=None,
     deadline=None,

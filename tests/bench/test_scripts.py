@@ -106,42 +106,6 @@ def test_scripts(name: str, tmp_path: Path) -> None:
             assert row["identical"] is True
 
 
-# All in one process: most of what a script takes here is the import of torch.
-REFUSALS = """
-import contextlib, io, json, runpy, sys
-folder, *lines = sys.argv[1:]
-sys.path.insert(0, folder)
-ended = []
-for line in lines:
-    name, *words = json.loads(line)
-    sys.argv = [name, *words]
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        try:
-            runpy.run_path(f"{folder}/{name}.py", run_name="__main__")
-        except SystemExit as end:
-            ended.append([end.code, out.getvalue()])
-print(json.dumps(ended))
-"""
-
-
-def ends(folder: Path, *commands: list[str]) -> list[tuple[int, str]]:
-    """Return status and output of scripts that measure nothing."""
-    lines = [json.dumps(words) for words in commands]
-    ended: list[tuple[int, str]] = json.loads(
-        processes.python("-c", REFUSALS, SCRIPTS, *lines, cwd=folder).out
-    )
-    assert len(ended) == len(commands)
-    return ended
-
-
-def test_help_says_how_long_it_takes(tmp_path: Path) -> None:
-    for status, text in ends(tmp_path, *([name, "--help"] for name in (*RUNS, "all"))):
-        assert status == 0
-        for words in ("--folder", "--short", "The full form takes about"):
-            assert words in text
-
-
 def test_all_of_them_go_into_one_file(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     words = ("--folder", tmp_path, "--short", "--results", target, "--only", "threads")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import fastserial
 from fastserial.checkpoints.verify import VerifyReport, verify
 from fastserial.config import Config
 from fastserial.errors import (
+    ConvertError,
     LoadMismatchError,
     UnreadableCheckpointError,
     UnreadableTensorError,
@@ -179,6 +181,10 @@ def test_other_archives_of_torch(save: Any, tmp_path: Path) -> None:
     report = verify(path, SMALL)
     assert report.status == ("ok" if save is _script else "unreadable"), report
     assert not report.problems
+    if save is not _script:
+        with pytest.raises(ConvertError, match=rf"{path.name}: .*no data\.pkl"):
+            fastserial.convert(path, tmp_path / "t")
+        assert os.listdir(tmp_path) == [path.name]
     assert verify(spoiled(path), SMALL).status == "damaged"
 
 

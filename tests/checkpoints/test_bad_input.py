@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from support.corpus import CASES, FORMATS
-from support.identity import SMALL, difference, fast, raised, save, stock
+from support.identity import SMALL, TARGETS, both, fast, raised, save, stock
 from support.others import as_user
 from support.processes import ask
 
@@ -43,25 +43,9 @@ def names_path(error: BaseException | None, path: str) -> bool:
     return path in str(error) or getattr(error, "filename", None) == path
 
 
-def by_stock(path: Path, fmt: str, live: Any = SMALL) -> bytes:
-    """Stock's bytes for a file of this name, by way of a folder beside it."""
-    folder = path.parent / "by stock"
-    folder.mkdir(exist_ok=True)
-    with stock():
-        save(folder / path.name, fmt, live)
-    data = (folder / path.name).read_bytes()
-    (folder / path.name).unlink()
-    folder.rmdir()
-    return data
-
-
 def still_saves(folder: Path, fmt: str) -> None:
     """No writer, lock or buffer stayed behind."""
-    folder.mkdir(exist_ok=True)
-    want = by_stock(folder / "good.pt", fmt)
-    with fast():
-        save(folder / "good.pt", fmt)
-    assert difference(want, (folder / "good.pt").read_bytes()) is None
+    both(CASES["none"], fmt, TARGETS["path"], folder)
 
 
 @pytest.fixture(autouse=True)
@@ -191,20 +175,7 @@ def test_permissions(scene: str, fmt: str, tmp_path: Path) -> None:
 
 # --- a save that fails leaves the previous file -----------------------------------------------
 
-FAILING = [
-    "raise_value_error",
-    "raise_runtime_error",
-    "raise_os_error",
-    "raise_memory_error",
-    "raise_keyboard_interrupt",
-    "raise_system_exit",
-    "unpicklable_lambda",
-    "unpicklable_too_deep",
-    "same_memory_two_dtypes",
-    "meta_storage",
-    "module_script",
-    "protocol_99",
-]
+FAILING = [name for name, case in CASES.items() if case.raises.keys() == set(FORMATS)]
 
 
 @both_formats
@@ -234,44 +205,6 @@ def test_failed_save(name: str, before: bytes | None, fmt: str, tmp_path: Path) 
             assert path.read_bytes() == before
             assert (path.stat().st_ino, stat.S_IMODE(path.stat().st_mode)) == (inode, 0o640)
     still_saves(tmp_path / "after", fmt)
-
-
-# --- links, modes, owners, special files ------------------------------------------------------
-
-LINKS: dict[str, list[tuple[str, str]]] = {
-    "relative": [("a.pt", "real/step.pt")],
-    "dangling": [("a.pt", "real/new.pt")],
-    "chain": [("a.pt", "b.pt"), ("b.pt", "real/c.pt"), ("real/c.pt", "../real/step.pt")],
-    "dangling chain": [("a.pt", "b.pt"), ("b.pt", "real/new.pt")],
-    "absolute": [("a.pt", "{}/real/step.pt")],
-    "beside": [("a.pt", "./step-7.pt")],
-    "through a linked directory": [("door", "real"), ("a.pt", "door/step.pt")],
-}
-
-
-@both_formats
-@pytest.mark.parametrize("kind", LINKS)
-def test_symlinks_are_followed(kind: str, fmt: str, tmp_path: Path) -> None:
-    """The link stays, what it points to changes; the archive is named after the link."""
-    trees = {}
-    for side, context in SIDES.items():
-        folder = tmp_path / side
-        (folder / "real").mkdir(parents=True)
-        (folder / "real" / "step.pt").write_bytes(OLD)
-        for name, points in LINKS[kind]:
-            (folder / name).symlink_to(points.format(folder))
-        with context(**({"small_file": 0} if side == "fast" else {})):
-            save(folder / "a.pt", fmt)
-        trees[side] = {
-            str(p.relative_to(folder)): os.readlink(p).replace(str(folder), "")
-            if p.is_symlink()
-            else p.read_bytes()
-            for p in folder.rglob("*")
-            if p.is_symlink() or p.is_file()
-        }
-    assert trees["fast"] == trees["stock"]
-    for name, points in LINKS[kind]:
-        assert trees["fast"][name] == points.format("")
 
 
 # --- things that are not files ----------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from support.damage import flip
+from support.nests import differing
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
@@ -61,22 +62,6 @@ def load(state: dict[str, Any], reader: Any) -> dict[str, Any]:
     return state
 
 
-def assert_same(found: Any, expected: Any, key: str = "") -> None:
-    if isinstance(expected, dict):
-        assert list(found) == list(expected), key
-        for name in expected:
-            assert_same(found[name], expected[name], f"{key}.{name}")
-    elif isinstance(expected, list):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other, key)
-    elif isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype, key
-        assert torch.equal(found, expected), key
-    else:
-        assert found == expected, key
-
-
 # -- verify ----------------------------------------------------------------------------------------
 
 
@@ -93,9 +78,6 @@ def test_a_whole_folder(who: str, tmp_path: Path) -> None:
     assert report.checked_bytes > 1_800_000
     assert report.bytes == sum(path.stat().st_size for path in folder.iterdir())
     assert list(checkpoints_in(tmp_path)) == [str(folder)]
-    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
-    assert result.exit_code == 0
-    assert "11 items" in result.output
 
 
 @pytest.mark.parametrize("who", WRITERS)
@@ -223,7 +205,7 @@ def test_to_one_file_and_back(who: str, tmp_path: Path) -> None:
     done = convert(tmp_path / "folder", tmp_path / "zip.pt", verify=True)
     assert done.nbytes == (tmp_path / "zip.pt").stat().st_size
     found = torch.load(tmp_path / "zip.pt", weights_only=True)
-    assert_same(found, state)
+    assert not differing(found, state)
     assert verify(tmp_path / "zip.pt").status == "ok"
     target = tmp_path / "new dcp"
     with pytest.raises(ConvertError, match=r"mmap=True\), storage_writer=FastStorageWriter"):
@@ -232,8 +214,8 @@ def test_to_one_file_and_back(who: str, tmp_path: Path) -> None:
     save(mapped, target, "dcp")
     assert verify(target).status == "ok"
     convert(target, tmp_path / "again.pt")
-    assert_same(torch.load(tmp_path / "again.pt"), state)
-    assert_same(load(a_state(), dcp.FileSystemReader(target)), state)
+    assert not differing(torch.load(tmp_path / "again.pt"), state)
+    assert not differing(load(a_state(), dcp.FileSystemReader(target)), state)
 
 
 @pytest.mark.parametrize("who", WRITERS)
@@ -241,8 +223,7 @@ def test_to_safetensors_and_back(who: str, tmp_path: Path) -> None:
     state = a_state()["model"]
     save({"model": state}, tmp_path / "folder", who)
     convert(tmp_path / "folder", tmp_path / "one.safetensors", key="model")
-    assert_same(dict(sorted(load_file(tmp_path / "one.safetensors").items())),
-                dict(sorted(state.items())))  # fmt: skip
+    assert not differing(load_file(tmp_path / "one.safetensors"), state)
     done = convert(tmp_path / "folder", tmp_path / "many", key="model", shard_nbytes=1_300_000)
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in state.values())
@@ -258,8 +239,7 @@ def test_to_safetensors_and_back(who: str, tmp_path: Path) -> None:
     many = tmp_path / "many"
     for source in (many, many / "model.safetensors.index.json", tmp_path / "whole"):
         convert(source, tmp_path / "back.pt")
-        assert_same(dict(sorted(torch.load(tmp_path / "back.pt").items())),
-                    dict(sorted(state.items())))  # fmt: skip
+        assert not differing(torch.load(tmp_path / "back.pt"), state)
 
 
 def test_what_cannot_be_converted(tmp_path: Path) -> None:
@@ -331,20 +311,11 @@ def test_ranks_with_checkpoints_of_their_own(tmp_path: Path) -> None:
 # -- what a folder does not tell by itself ---------------------------------------------------------
 
 
-def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
 def test_what_a_folder_does_not_keep(tmp_path: Path) -> None:
     """Integer keys and shared memory, as in stock's tools; a warning names the keys."""
-    model, optimizer = trained()
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    save(state, tmp_path / "folder", "dcp")
+    weight = torch.randn(4, 4)
+    state = {"optimizer": {"state": {key: {"step": weight[0]} for key in range(3)}}}
+    save({**state, "model": {"a": weight, "b": weight}}, tmp_path / "folder", "dcp")
     assert verify(tmp_path / "folder").ok
     with pytest.warns(UserWarning, match=r"'optimizer\.state\.0\.\w+' and \d+ more are text"):
         convert(tmp_path / "folder", tmp_path / "y.pt")
@@ -354,5 +325,5 @@ def test_what_a_folder_does_not_keep(tmp_path: Path) -> None:
     for name in ("y", "stock"):
         found = torch.load(tmp_path / f"{name}.pt", weights_only=False)
         assert list(found["optimizer"]["state"]) == ["0", "1", "2"]
-        assert torch.equal(found["model"]["0.weight"], model[0].weight)
-        assert torch.equal(found["model"]["1.weight"], model[0].weight)
+        assert torch.equal(found["model"]["a"], weight)
+        assert torch.equal(found["model"]["b"], weight)

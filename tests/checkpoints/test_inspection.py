@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.nests import flat
 from torch import nn
 
 from fastserial.checkpoints.inspect import Inspection, inspect
@@ -44,17 +45,7 @@ def test_each_tensor_is_found_where_its_bytes_are(tmp_path: Path, zipped: bool) 
     }
     path = tmp_path / "x.pt"
     found = saved(state, path, zipped)
-    expected = {
-        **{f"model.{key}": value for key, value in state["model"].items()},
-        **{
-            f"optimizer.state.{index}.{key}": value
-            for index, values in state["optimizer"]["state"].items()
-            for key, value in values.items()
-        },
-        "list.0": state["list"][0],
-        "list.1.0": state["list"][1][0],
-        "3": state[3],
-    }
+    expected = flat(state)
     assert {tensor.key for tensor in found.tensors} == set(expected)
     raw = path.read_bytes()
     for tensor in found.tensors:

@@ -13,18 +13,12 @@ import torch
 from support.corpus import MIB, noise
 from support.identity import digest, saved
 from support.limits import status
-from support.loading import last_report
+from support.loading import FORCED, last_report
 from torch import nn
 
 import fastserial
 from fastserial.checkpoints.load_into import load_into
 from fastserial.errors import CorruptCheckpointError, LoadMismatchError, UnreadableTensorError
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"direct": True, "small_file": 0, "block_size": 4096, "queue_depth": 3},
-    {"direct": False, "small_file": 0, "block_size": 65536},
-]
 
 
 class Net(nn.Module):
@@ -46,14 +40,14 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["default", "direct", "cached"])
+@pytest.mark.parametrize("way", ["default", "direct", "cached"])
 @pytest.mark.parametrize("fmt", ["zip", "legacy"])
 @pytest.mark.parametrize("verify", [False, True])
-def test_module(fmt: str, verify: bool, options: dict[str, Any], tmp_path: Path) -> None:
+def test_module(fmt: str, verify: bool, way: str, tmp_path: Path) -> None:
     source, target = Net(1), Net(2)
     path = saved(tmp_path, source.state_dict(), fmt)
     places = [one.data_ptr() for one in target.state_dict().values()]
-    with fastserial.options(**options):
+    with fastserial.options(**FORCED.get(way, {})):
         left = load_into(target, path, verify=verify)
     assert (left.missing_keys, left.unexpected_keys) == ([], [])
     assert equal(source.state_dict(), target.state_dict())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import pickle
@@ -18,6 +17,8 @@ import torch
 from support.archives import checkpoint, rewritten
 from support.corpus import MIB, Case, name_of, noise, saveable
 from support.identity import saver, stock
+from support.loading import FORCED
+from support.nests import flat
 
 import fastserial
 from fastserial.checkpoints.lazy import LazyCheckpoint, open_checkpoint
@@ -53,22 +54,6 @@ def state() -> dict[str, Any]:
     }
 
 
-def flat(value: Any, key: str = "") -> dict[str, torch.Tensor]:
-    """Plain tensors by their dotted keys."""
-    if isinstance(value, torch.Tensor):
-        plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-        return {key: value.detach()} if plain else {}
-    items: Any = ()
-    if type(value) in (dict, collections.OrderedDict):
-        items = value.items()
-    elif type(value) in (list, tuple):
-        items = enumerate(value)
-    found: dict[str, torch.Tensor] = {}
-    for name, item in items if key.count(".") < 90 else ():
-        found |= flat(item, f"{key}.{name}" if key else str(name))
-    return found
-
-
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
@@ -82,13 +67,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
         plain = plain.view(sizes[plain.itemsize])
     copy = plain.clone(memory_format=torch.contiguous_format)
     return torch.empty(0, dtype=torch.uint8).set_(copy.untyped_storage())
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"direct": True, "small_file": 0, "block_size": 4096, "queue_depth": 3},
-    {"direct": False, "small_file": 0, "block_size": 65536},
-]
 
 
 @pytest.fixture(autouse=True)
@@ -109,29 +87,20 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["default", "direct", "cached"])
-def test_every_tensor(path: Path, options: dict[str, Any]) -> None:
-    want = flat(torch.load(path, weights_only=False))
-    with fastserial.options(**options), open_checkpoint(path) as file:
-        assert file.keys() == list(want)
-        assert len(file) == len(want)
-        assert list(file) == list(want)
-        for key, tensor in want.items():
-            assert key in file
-            found = file.get_tensor(key)
-            assert same(found, tensor), key
-            assert file.get_slice(key).get_shape() == list(tensor.shape)
-            assert file.get_slice(key).dtype == tensor.dtype
-        assert "n" not in file
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=["default", "direct", "cached"])
-def test_slices(path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", ["default", "direct", "cached"])
+def test_every_tensor_and_slices_of_it(path: Path, way: str) -> None:
     want = flat(torch.load(path, weights_only=False))
     rng = random.Random(4)
-    with fastserial.options(**options), open_checkpoint(path) as file:
+    with fastserial.options(**FORCED.get(way, {})), open_checkpoint(path) as file:
+        assert file.keys() == list(file) == list(want)
+        assert len(file) == len(want)
+        assert "n" not in file
         for key, tensor in want.items():
+            assert key in file
+            assert same(file.get_tensor(key), tensor), key
             sliced = file.get_slice(key)
+            assert sliced.get_shape() == list(tensor.shape)
+            assert sliced.dtype == tensor.dtype
             for _ in range(12):
                 index = tuple(_random_index(rng, size) for size in tensor.shape)
                 index = index[: rng.randrange(len(index) + 1)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import warnings
@@ -14,16 +13,12 @@ import torch
 from support.archives import hostile
 from support.corpus import Case, name_of, saveable
 from support.damage import bad_sectors
-from support.identity import saver
-from typer import Typer
-from typer.testing import CliRunner
+from support.identity import saver, stock_bytes
 
 from fastserial import convert, load, load_into
 from fastserial.checkpoints import load as checkpoints_load
 from fastserial.checkpoints import verify as checkpoints_verify
 from fastserial.checkpoints.verify import VerifyReport, verify
-from fastserial.cli import inspect
-from fastserial.cli import verify as verify_module
 from fastserial.config import Config
 from fastserial.errors import CheckpointFileError
 from fastserial.files.linux import cached_fraction
@@ -44,14 +39,8 @@ BROKEN_BY_TORCH = {
 }
 
 
-def stock_bytes(value: Any, **options: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out, **options)
-    return out.getvalue()
-
-
 ZIP = stock_bytes(STATE)
-LEGACY = stock_bytes(STATE, _use_new_zipfile_serialization=False)
+LEGACY = stock_bytes(STATE, "legacy")
 
 
 def check(path: Path, data: bytes) -> VerifyReport:
@@ -282,31 +271,3 @@ def test_the_file_that_was_verified_is_read(
             checkpoints_load, "_function", lambda: torch.load
         )  # a torch without a patch
         assert load(path, verify=True)["a"].tolist() == [1.0] * 300
-
-
-# -- the command ---------------------------------------------------------------------------------
-
-app = Typer()
-app.command("verify")(verify_module.verify)
-app.command("inspect")(inspect.inspect)
-
-
-def command(*words: Any) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    return result.exit_code, result.stdout
-
-
-def test_exit_status(tmp_path: Path) -> None:
-    good, bad, none = tmp_path / "good.pt", tmp_path / "bad.pt", tmp_path / "none.pt"
-    good.write_bytes(ZIP)
-    bad.write_bytes(ZIP[:-1])
-    assert command("verify", good)[0] == 0
-    assert command("verify", bad)[0] == 1
-    assert command("verify", none)[0] == 2
-    assert command("verify", good, none)[0] == 2
-    assert command("verify", none, bad, good)[0] == 1
-    assert command("verify", tmp_path)[0] == 1
-    (tmp_path / "empty").mkdir()
-    assert command("verify", tmp_path / "empty")[0] == 2
-    assert command("inspect", good)[0] == 0
-    assert command("inspect", bad)[0] == 1

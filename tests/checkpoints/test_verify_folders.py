@@ -9,20 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from typer import Typer
 from typer.testing import CliRunner
 
 from fastserial.checkpoints.verify.file_list import MARK
-from fastserial.cli import verify as verify_module
+from fastserial.cli.main import app
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
-app = Typer()
-app.command()(verify_module.verify)
-
 
 def command(*words: Any) -> tuple[int, dict[str, Any]]:
-    result = CliRunner().invoke(app, ["--json", *map(str, words)])
+    result = CliRunner().invoke(app, ["verify", "--json", *map(str, words)])
     found: dict[str, Any] = json.loads(result.stdout)
     return result.exit_code, {os.path.basename(one["path"]): one for one in found["files"]}
 

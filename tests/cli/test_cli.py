@@ -140,14 +140,22 @@ def test_demo(tmp_path: Path) -> None:
 
 
 def test_damage_and_what_cannot_be_read_end_differently(tmp_path: Path) -> None:
-    source, target = tmp_path / "a.pt", str(tmp_path / "b.safetensors")
-    torch.save({"a": torch.ones(300)}, source)
-    whole = source.read_bytes()
+    def status_of(*words: object) -> int:
+        return CliRunner().invoke(app, list(map(str, words))).exit_code
+
+    good, source, none = tmp_path / "good.pt", tmp_path / "a.pt", tmp_path / "none"
+    torch.save({"a": torch.ones(300)}, good)
+    whole = good.read_bytes()
     for data, status in ((whole[:-50], 1), (b"some text", 2)):
         source.write_bytes(data)
-        for words in (["verify", str(source)], ["inspect", str(source)]):
-            assert CliRunner().invoke(app, words).exit_code == status, words
-        done = command("convert", str(source), target)
+        assert status_of("verify", good, source) == status
+        assert status_of("verify", none, source, good) == status  # damage counts for more
+        assert status_of("verify", source) == status_of("inspect", source) == status
+        done = command("convert", source, tmp_path / "b.safetensors")
         assert done.code == status, done.err
         assert str(source) in done.err
         assert "Traceback" not in done.err
+    none.mkdir()
+    for words in (["verify", good], ["inspect", good]):
+        assert status_of(*words) == 0
+    assert status_of("verify", none) == 2

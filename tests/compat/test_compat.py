@@ -25,8 +25,8 @@ SIDES = {
 }
 
 
-def run(script: str, side: str, folder: Path, *words: str) -> dict[str, Any]:
-    """Run one of the scripts beside this file."""
+def run(side: str, folder: Path, what: str) -> dict[str, Any]:
+    """Run `side.py`."""
     python, path = SIDES[side]
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "FASTSERIAL"))
@@ -35,7 +35,7 @@ def run(script: str, side: str, folder: Path, *words: str) -> dict[str, Any]:
         environment["PYTHONPATH"] = path
     else:
         environment["FASTSERIAL_IDENTITY_STOCK_ONLY"] = "1"
-    command = [python, "-W", "ignore", str(HERE / script), str(folder), side, *words]
+    command = [python, "-W", "ignore", str(HERE / "side.py"), str(folder), side, what]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=280, cwd=folder)
     assert done.returncode == 0, done.stderr.decode()
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -45,8 +45,8 @@ def run(script: str, side: str, folder: Path, *words: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("writer", "reader"), [("fast", "stock"), ("stock", "fast")])
 def test_write_and_read(writer: str, reader: str, tmp_path: Path) -> None:
     """All values arrive, in both formats, also through a mapping."""
-    written = run("write.py", writer, tmp_path)
-    found = run("read.py", reader, tmp_path)
+    written = run(writer, tmp_path, "write")
+    found = run(reader, tmp_path, "read")
     assert len(written["values"]) > 70
     wrong = {
         name: value
@@ -62,16 +62,16 @@ def test_folders_of_shards(writer: str, reader: str, tmp_path: Path) -> None:
     """All values arrive, unless stock torch cannot pass them from the one release to the other."""
     for folder in ("mixed", "stock"):
         (tmp_path / folder).mkdir()
-    written = run("shards.py", writer, tmp_path / "mixed", "write")
+    written = run(writer, tmp_path / "mixed", "save")
     stocks = [side.replace("fast", "stock here") for side in (writer, reader)]
-    run("shards.py", stocks[0], tmp_path / "stock", "write")
+    run(stocks[0], tmp_path / "stock", "save")
     try:
-        run("shards.py", stocks[1], tmp_path / "stock", "read")
+        run(stocks[1], tmp_path / "stock", "load")
     except AssertionError as error:
         # `.metadata` of newer releases has strides, which 2.6 does not understand
         if "too many values to unpack" not in str(error):
             raise
         return
-    found = run("shards.py", reader, tmp_path / "mixed", "read")
+    found = run(reader, tmp_path / "mixed", "load")
     assert len(written["values"]) > 20
     assert found["values"] == written["values"], (written["torch"], found["torch"])

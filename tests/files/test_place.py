@@ -5,38 +5,17 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support.corpus import FORMATS
-from support.identity import difference, fast, last_save, stock
+from support.identity import SMALL, difference, fast, last_save, stock
 from support.processes import run
 
 import fastserial
 from fastserial.reports import SAVES
 
-SMALL = {"x": torch.arange(1000.0)}
 HELD = "this process has the file open or locked"
-
-both_formats = pytest.mark.parametrize("fmt", FORMATS)
-both_ways = pytest.mark.parametrize("way", [{}, {"small_file": 0}], ids=["small", "blocks"])
-
-
-def save(f: Any, fmt: str = "zip", live: Any = SMALL) -> None:
-    torch.save(live, f, _use_new_zipfile_serialization=fmt == "zip")
-
-
-def fallback() -> str | None:
-    report = last_save()
-    return report.fallback
-
-
-def why_torch() -> list[str]:
-    """Return why torch wrote files itself in this test."""
-    return [way.reason for way in fastserial.summary().saves.why_torch]
 
 
 @pytest.fixture(autouse=True)
@@ -47,29 +26,12 @@ def counted_anew() -> None:
 # -- files that this process has open ----------------------------------------------------------
 
 
-@both_formats
-@both_ways
-def test_a_temporary_file_is_read_through_its_handle(
-    fmt: str, way: dict[str, Any], tmp_path: Path
-) -> None:
-    with tempfile.NamedTemporaryFile(dir=tmp_path, suffix=".pt") as file:
-        with stock():
-            save(file.name, fmt)
-        want = file.read()
-        file.seek(0)
-        with fast(**way):
-            save(file.name, fmt)
-        assert difference(want, file.read()) is None
-        assert why_torch() == [HELD]
-        assert os.listdir(tmp_path) == [os.path.basename(file.name)]
-
-
 def test_a_lock_stays_on_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(b"old")
     with path.open("rb") as mine, fast():
         fcntl.flock(mine, fcntl.LOCK_EX)
-        save(path)
+        torch.save(SMALL, path)
         with path.open("rb") as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -78,10 +40,11 @@ def test_a_file_that_is_open_for_reading_is_replaced(tmp_path: Path) -> None:
     """A leaked handle does not make the save less safe."""
     path = tmp_path / "a.pt"
     with fast():
-        save(path, live="old")
+        torch.save("old", path)
         with path.open("rb") as held:
-            save(path, live="new")
-            assert (fallback(), torch.load(held), torch.load(path)) == (None, "old", "new")
+            torch.save("new", path)
+            assert last_save().fallback is None
+            assert (torch.load(held), torch.load(path)) == ("old", "new")
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the program has x86-64's numbers")
@@ -94,10 +57,10 @@ def test_a_mapped_file_is_replaced(tmp_path: Path) -> None:
     """Emptied, as by stock, it would kill the process that touches the old tensors."""
     path = tmp_path / "a.pt"
     with fast():
-        save(path, live={"x": torch.arange(300_000.0)})
+        torch.save({"x": torch.arange(300_000.0)}, path)
         mapped = torch.load(path, mmap=True)["x"]
-        save(path)
-        assert fallback() is None
+        torch.save(SMALL, path)
+        assert last_save().fallback is None
     assert mapped.equal(torch.arange(300_000.0))
 
 
@@ -121,7 +84,7 @@ def test_a_writer_says_what_to_do_instead(tmp_path: Path) -> None:
 def test_save_async_lets_torch_write_and_says_why(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     with stock():
-        save(path)
+        torch.save(SMALL, path)
     want = path.read_bytes()
     with path.open("r+b"), fast():
         report = fastserial.save_async(SMALL, path).wait()

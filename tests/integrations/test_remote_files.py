@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import fastserial
-from fastserial.cli.main import app
 from fastserial.errors import (
     ConfigError,
     ConvertError,
@@ -248,14 +246,6 @@ def test_what_urls_do_not_take(bucket: str, tmp_path: Path) -> None:
     assert "cold" in report.notes[0]
     with pytest.raises(ConvertError, match="download it first"):
         fastserial.convert(f"{bucket}/x.pt", tmp_path / "x.safetensors")
-
-
-def test_urls_on_the_command_line(bucket: str) -> None:
-    done = CliRunner().invoke(app, ["verify", f"{bucket}/x.pt"])
-    assert done.exit_code == 0, done.output
-    done = CliRunner().invoke(app, ["inspect", "--json", f"{bucket}/x.pt"])
-    assert done.exit_code == 0, done.output
-    assert f'"path": "{bucket}/x.pt"' in done.output
 
 
 def test_a_forked_process_cannot_read_what_its_parent_opened(bucket: str) -> None:

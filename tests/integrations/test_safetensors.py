@@ -115,18 +115,6 @@ def test_what_safetensors_refuses(fast: Callable[[], int], tmp_path: Path) -> No
     assert os.listdir(tmp_path) == []
 
 
-def test_a_link_is_replaced(fast: Callable[[], int], tmp_path: Path) -> None:
-    """Not what it leads to: a blob of the Hub's cache, say."""
-    for name, call in (("stock", stock), ("ours", lambda save, *more: save(*more))):
-        blob, link = tmp_path / f"{name}-blob", tmp_path / name
-        blob.write_bytes(b"blob")
-        link.symlink_to(blob)
-        call(save_file, {"a": torch.zeros(3)}, link)
-        assert blob.read_bytes() == b"blob"
-        assert not link.is_symlink()
-        assert load_file(link)["a"].tolist() == [0.0] * 3
-
-
 @pytest.mark.parametrize("there", [True, False])
 def test_a_save_that_fails_leaves_the_link(
     fast: Callable[[], int], there: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.archives import hostile
+from support.archives import hostile, state
 from support.corpus import FORMATS, noise
 from support.damage import damaged
-from support.identity import digest, fast, stock
-from support.loading import FORCED, attempt, both, forced, last_report
+from support.identity import digest, fast, saved, stock, stock_bytes
+from support.loading import FORCED, attempt, forced, last_report
 
 import fastserial
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
@@ -33,12 +33,7 @@ def _forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def checkpoint(fmt: str = "zip") -> bytes:
-    torch.manual_seed(7)
-    value = {"w": noise(20_000), "v": noise(9000), "e": torch.empty(0), "s": noise(300)}
-    buffer = io.BytesIO()
-    with stock():
-        torch.save({**value, "n": "text"}, buffer, _use_new_zipfile_serialization=fmt == "zip")
-    return buffer.getvalue()
+    return stock_bytes({**state(), "n": "text"}, fmt)
 
 
 def places(data: bytes) -> dict[str, tuple[int, int]]:
@@ -150,15 +145,6 @@ def test_verified_although_torch_reads(tmp_path: Path) -> None:
         assert caught.value.record == name
 
 
-def test_truncated_everywhere(tmp_path: Path) -> None:
-    path = tmp_path / "f.pt"
-    for fmt in FORMATS:
-        data = checkpoint(fmt)
-        for length in (*range(12), *range(40, len(data), len(data) // 25), len(data) - 1):
-            path.write_bytes(data[:length])
-            assert both(lambda: torch.load(path), DIRECT, {}, twice=False).error is not None
-
-
 # --- hostile zips -------------------------------------------------------------------------------
 
 
@@ -186,12 +172,8 @@ def test_hostile_zips(name: str, options: dict[str, Any], tmp_path: Path) -> Non
 
 def _written_over(data: bytes) -> bytes:
     """Another checkpoint with the same tensors, of the same size, with other values."""
-    buffer = io.BytesIO(data)
     with stock():
-        values = torch.load(buffer)
-        buffer = io.BytesIO()
-        torch.save([value ^ 0x55 for value in values], buffer)
-    return buffer.getvalue()
+        return stock_bytes([value ^ 0x55 for value in torch.load(io.BytesIO(data))])
 
 
 @pytest.mark.parametrize("how", ["truncate", "overwrite", "append"])
@@ -199,9 +181,7 @@ def test_file_changes_while_read(how: str, tmp_path: Path, monkeypatch: pytest.M
     from fastserial.loading import prefetch
 
     monkeypatch.setattr(prefetch, "LOOK_AHEAD", 100_000)
-    path = tmp_path / "archive.pt"
-    with stock():
-        torch.save([noise(90_000) for _ in range(20)], path)
+    path = saved(tmp_path, [noise(90_000) for _ in range(20)], "zip", "archive.pt")
     data = path.read_bytes()
     other = _written_over(data)
     assert len(other) == len(data)
@@ -231,10 +211,8 @@ def test_file_changes_while_read(how: str, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("options", [DIRECT, VERIFIED], ids=["direct", "verified"])
 def test_touched_file_is_the_same_file(options: dict[str, Any], tmp_path: Path) -> None:
     """Somebody keeps files in scratch folders young; or the file system's clock is the time now."""
-    path = tmp_path / "f.pt"
     values = [noise(90_000) for _ in range(20)]
-    with stock():
-        torch.save(values, path)
+    path = saved(tmp_path, values, "zip")
     times: list[int] = []
 
     def touch(storage: Any, location: str) -> Any:

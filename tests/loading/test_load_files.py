@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.corpus import FORMATS, noise
-from support.identity import fast, stock
+from support.identity import fast, stock_bytes
 from support.loading import FORCED, both, forced, last_report
 
 DIRECT = FORCED["direct"]
@@ -22,14 +22,6 @@ HEAD = b"h" * 777
 def _forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with forced(monkeypatch, 5000):
         yield
-
-
-def body(fmt: str, value: Any) -> bytes:
-    """The bytes of a checkpoint."""
-    buffer = io.BytesIO()
-    with stock():
-        torch.save(value, buffer, _use_new_zipfile_serialization=fmt == "zip")
-    return buffer.getvalue()
 
 
 VALUE = {"w": torch.randn(70, 300), "e": torch.empty(0), "s": noise(700), "last": noise(9001)}
@@ -99,7 +91,7 @@ def _at(file: Any, position: int) -> Any:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_file_objects(fmt: str, opener: str, value: Any, tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
-    path.write_bytes(body(fmt, value))
+    path.write_bytes(stock_bytes(value, fmt))
     files: list[Any] = []
 
     def load() -> Any:
@@ -124,7 +116,7 @@ def test_file_objects(fmt: str, opener: str, value: Any, tmp_path: Path) -> None
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_at_a_position(fmt: str, opener: str, tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
-    path.write_bytes(HEAD + body(fmt, VALUE))
+    path.write_bytes(HEAD + stock_bytes(VALUE, fmt))
     files: list[Any] = []
 
     def load() -> Any:

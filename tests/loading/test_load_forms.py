@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -112,6 +113,24 @@ def test_map_location_sees_the_bytes(fmt: str, tmp_path: Path) -> None:
     both(lambda: torch.load(path, map_location=look), DIRECT, extra=seen)
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    "place", [None, torch.device("cpu"), {"cuda:0": "cpu"}, lambda storage, location: storage]
+)
+def test_the_host_needs_no_device(
+    fmt: str, place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks torch whether there is one begins CUDA in the process."""
+    asked: list[str] = []
+    for module in (torch.cuda, torch.accelerator):
+        for name in ("is_available", "device_count"):
+            monkeypatch.setattr(module, name, lambda name=name: asked.append(name) or 0)
+    with fast(small_file=0):
+        torch.save(state(), tmp_path / "f.pt", _use_new_zipfile_serialization=fmt == "zip")
+        torch.load(tmp_path / "f.pt", map_location=place)
+    assert asked == []
+
+
 # --- other keywords and contexts ----------------------------------------------------------------
 
 
@@ -133,37 +152,26 @@ def test_mmap(fmt: str, tmp_path: Path) -> None:
         both(lambda: file.seek(0) or torch.load(file, mmap=True), DIRECT)
 
 
-@contextlib.contextmanager
-def _setting(name: str, value: Any) -> Iterator[None]:
+def _setting(name: str) -> AbstractContextManager[Any]:
     from torch.utils.serialization import config
 
-    before = getattr(config.load, name)
-    setattr(config.load, name, value)
-    try:
-        yield
-    finally:
-        setattr(config.load, name, before)
+    return config.patch(f"load.{name}", True)  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
+def _environment(name: str) -> AbstractContextManager[Any]:
+    return mock.patch.dict(os.environ, {name: "1"})
 
 
 CONTEXTS: dict[str, tuple[tuple[int, int], Callable[[], AbstractContextManager[Any]]]] = {
-    "mmap_default": ((2, 7), lambda: _setting("mmap", True)),
-    "offsets": ((2, 7), lambda: _setting("calculate_storage_offsets", True)),
-    "debug": ((2, 7), lambda: _environment("TORCH_SERIALIZATION_DEBUG", "1")),
+    "mmap_default": ((2, 7), lambda: _setting("mmap")),
+    "offsets": ((2, 7), lambda: _setting("calculate_storage_offsets")),
+    "debug": ((2, 7), lambda: _environment("TORCH_SERIALIZATION_DEBUG")),
     "skip_data": ((2, 6), torch.serialization.skip_data),
     "default_device": ((2, 6), lambda: torch.device("meta")),
     "inference": ((2, 6), torch.inference_mode),
     "deterministic": ((2, 6), lambda: _deterministic()),
-    "safe_only": ((2, 6), lambda: _environment("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")),
-    "unsafe": ((2, 6), lambda: _environment("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")),
+    "safe_only": ((2, 6), lambda: _environment("TORCH_FORCE_WEIGHTS_ONLY_LOAD")),
+    "unsafe": ((2, 6), lambda: _environment("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")),
 }
 
 

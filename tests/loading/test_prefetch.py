@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from support.corpus import MIB, noise
-from support.identity import digest, fast, stock
+from support.identity import digest, fast, saved, stock
 from support.loading import last_report
 
 from fastserial.config import Config
+from fastserial.engines import threads
 from fastserial.errors import CorruptCheckpointError, EngineError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip_format import read_places, storage_records
@@ -26,17 +27,15 @@ from fastserial.loading import prefetch as prefetch_module
 from fastserial.loading import session
 from fastserial.loading.prefetch import Prefetch
 from fastserial.loading.reader import FastFileReader
+from fastserial.memory.huge_pages import HugePages
 
 SIZES = [3, 700, 5000, 64, 2 * MIB, 90_000, 1, 600_000, 4096, 3 * MIB + 5, 12]
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    file = tmp_path / "f.pt"
     torch.manual_seed(5)
-    with stock():
-        torch.save([noise(size) for size in SIZES], file)
-    return file
+    return saved(tmp_path, [noise(size) for size in SIZES])
 
 
 @contextmanager
@@ -88,9 +87,7 @@ def test_any_order(path: Path, order: str, verify: bool, options: dict[str, Any]
 def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch_module, "LOOK_AHEAD", 3 * MIB)
     monkeypatch.setattr(prefetch_module, "READ_TOGETHER", MIB)
-    path = tmp_path / "f.pt"
-    with stock():
-        torch.save([noise(MIB) for _ in range(20)], path)
+    path = saved(tmp_path, [noise(MIB) for _ in range(20)])
     held: list[int] = []
     with opened(path, direct=False) as (ahead, records):
         names = list(records) if order == "forwards" else list(records)[::-1]
@@ -113,52 +110,26 @@ def test_the_file_shrinks(path: Path) -> None:
         ahead.close()
 
 
-def _raising(error: BaseException) -> Any:
-    def raise_it(*args: object, **keywords: object) -> Any:
-        raise error
-
-    return raise_it
-
-
-@pytest.mark.parametrize("error", [TimeoutError("alarm"), KeyError("alarm")])
-@pytest.mark.parametrize("where", ["allocation", "submit", "wait", "transfer", "pages"])
-def test_what_a_signal_handler_raises_is_raised(
-    path: Path, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever it interrupts this thread: torch does not take over the load."""
-    from fastserial.engines import threads
-    from fastserial.memory.huge_pages import HugePages
-
-    if where == "allocation":
-        monkeypatch.setattr(prefetch_module, "new_storage", _raising(error))
-    elif where == "pages":
-        monkeypatch.setattr(HugePages, "advise_all", _raising(error))
-    elif where == "transfer":
-        monkeypatch.setattr(threads, "transfer", _raising(error))
-        monkeypatch.setattr(threads.ThreadsEngine, "_start", lambda self, op: None)
-    else:
-        monkeypatch.setattr(threads.ThreadsEngine, where, _raising(error))
-    with fast(small_file=0), pytest.raises(type(error), match="alarm"):
-        torch.load(path)
+PLACES: dict[str, tuple[Any, str]] = {
+    "reader": (session, "FastFileReader"),
+    "plan": (prefetch_module, "_groups_of"),
+    "allocation": (prefetch_module, "new_storage"),
+    "pages": (HugePages, "advise_all"),
+    "submit": (threads.ThreadsEngine, "submit"),
+    "wait": (threads.ThreadsEngine, "wait"),
+    "transfer": (threads, "transfer"),
+}
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
-    ("module", "function"),
-    [
-        (session, "FastFileReader"),
-        (prefetch_module, "_groups_of"),
-        (prefetch_module, "new_storage"),
-    ],
+    "error", [RuntimeError("alarm"), OSError(errno.EIO, "alarm"), TimeoutError("alarm"), KeyError()]
 )
-@pytest.mark.parametrize("error", [RuntimeError("alarm"), OSError(errno.EIO, "alarm")])
-def test_a_handler_may_raise_while_the_read_ahead_is_planned(
-    module: Any,
-    function: str,
-    error: Exception,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_what_a_signal_handler_raises_is_raised(
+    place: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its error looks like one of torch's or of the disk, and reaches the caller all the same."""
+    """Also what looks like an error of torch's or of the disk: torch does not take over."""
+    owner, function = PLACES[place]
 
     def interrupted(*args: object, **keywords: object) -> None:
         signal.raise_signal(signal.SIGUSR1)
@@ -166,16 +137,17 @@ def test_a_handler_may_raise_while_the_read_ahead_is_planned(
     def handler(number: int, frame: object) -> None:
         raise error
 
-    file = tmp_path / "f.pt"
-    with stock():
-        torch.save([noise(MIB)], file)
-    monkeypatch.setattr(module, function, interrupted)
+    file = saved(tmp_path, [noise(MIB)])
+    monkeypatch.setattr(owner, function, interrupted)
+    if place == "transfer":  # on this thread
+        monkeypatch.setattr(threads.ThreadsEngine, "_start", lambda self, op: None)
     before = signal.signal(signal.SIGUSR1, handler)
     try:
-        with fast(small_file=0), pytest.raises(type(error), match="alarm"):
+        with fast(small_file=0), pytest.raises(type(error)) as caught:
             torch.load(file)
     finally:
         signal.signal(signal.SIGUSR1, before)
+    assert caught.value is error
 
 
 @pytest.mark.parametrize("nth", [1, 2])
@@ -191,12 +163,10 @@ def test_a_handler_may_raise_while_the_read_ahead_is_planned(
 def test_torch_reads_what_is_left(
     path: Path, where: str, error: Exception, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fastserial.engines.threads import ThreadsEngine
-
     with stock():
         want = digest(torch.load(path))
     monkeypatch.setattr(prefetch_module, "READ_TOGETHER", MIB)
-    owner: Any = ThreadsEngine if where == "wait" else prefetch_module
+    owner: Any = threads.ThreadsEngine if where == "wait" else prefetch_module
     real, calls = getattr(owner, where), []
 
     def failing(*args: Any) -> Any:

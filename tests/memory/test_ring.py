@@ -1,12 +1,12 @@
-"""The ring of pinned buffers; the order of its copies: `test_device_saves` and `_loads`."""
+"""The ring of pinned buffers; the order of its copies: `test_device_transfers`."""
 
 from __future__ import annotations
 
 import contextlib
-from random import Random
 
 import pytest
 import torch
+from support.corpus import noise
 from support.devices import FakeDevice, plugged_in
 
 import fastserial
@@ -19,10 +19,6 @@ from fastserial.memory.storages import StorageMemory
 
 BLOCK = 4096
 PLACE = torch.device("cpu")  # where the fake device's memory is
-
-
-def noise(random: Random, nbytes: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(random.randbytes(nbytes)), dtype=torch.uint8)
 
 
 # --- what the ring is made of -------------------------------------------------------------------
@@ -94,8 +90,7 @@ def test_calls_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "device", contextlib.nullcontext, raising=False)
     stream = devices.CopyStream(PLACE)
     stream.follow()
-    random = Random(0)
-    here, there, back = noise(random, 100), noise(random, 100), noise(random, 100)
+    here, there, back = noise(100), noise(100), noise(100)
     stream.send(here, there)
     stream.fetch(there, back)
     stream.mark().synchronize()

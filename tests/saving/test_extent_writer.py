@@ -9,24 +9,29 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from threading import Thread
+from threading import Event, Thread
+from typing import Any
 
 import pytest
 import torch
 
+import fastserial
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.formats.extents import (
+    Data,
     DescriptorPatch,
     Extent,
+    Literal,
     Trailer,
     clip,
     storage_extents,
 )
 from fastserial.formats.zip_layout import ZipLayout, ZipPlan
-from fastserial.memory.storages import storage_batch
+from fastserial.memory.storages import storage_batch, storage_memory
+from fastserial.saving import extent_writer
 from fastserial.saving.archive import finish_layout
 from fastserial.saving.extent_writer import ExtentWriter
 
@@ -159,3 +164,48 @@ def test_a_save_that_is_given_up_waits_for_no_checksum(tmp_path: Path) -> None:
         closing.start()
         closing.join(10)
         assert not closing.is_alive()
+
+
+# -- small files, through the page cache ---------------------------------------------------------
+
+
+def test_checksums_where_writes_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+
+    def short(fd: int, data: memoryview, offset: int) -> int:
+        return real(fd, data[: max(1, len(data) // 2)], offset)
+
+    monkeypatch.setattr(os, "pwrite", short)
+    noise = Random(7).randbytes(3_000_000)
+    storage = torch.frombuffer(bytearray(noise), dtype=torch.uint8).untyped_storage()
+    ledger = CrcLedger([len(noise)], [None])
+    extents, offset = [], 5
+    for source in (
+        Literal(b"head"),
+        Data(storage_memory(storage), len(noise), 0),
+        DescriptorPatch(b"....CRC.", 0, 4),
+    ):
+        extents.append(Extent(offset, source.length, source))
+        offset += source.length
+    write(tmp_path / "a", extents, Config(), ledger)
+    crc = crc32(noise).to_bytes(4, "little")
+    assert (tmp_path / "a").read_bytes() == bytes(5) + b"head" + noise + b"...." + crc
+
+
+def test_what_another_thread_may_change_is_copied_before_its_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.zeros(500_000)
+    real, ended = extent_writer.write_all, Event()
+
+    def late(*arguments: Any) -> None:
+        tensor.add_(1)
+        real(*arguments)
+
+    monkeypatch.setattr(extent_writer, "write_all", late)
+    Thread(target=ended.wait, daemon=True).start()
+    try:
+        fastserial.save({"x": tensor}, tmp_path / "x.pt")
+    finally:
+        ended.set()
+    assert fastserial.verify(tmp_path / "x.pt").ok

@@ -47,17 +47,14 @@ TELLING = [
 ]
 
 
-def runnable(*names: str, formats: tuple[str, ...] = FORMATS, large: bool = True) -> list[Any]:
+def runnable(*names: str) -> list[Any]:
     """Parameters (case, format), with marks for those that cannot run here."""
     found = []
     for one in [CASES[n] for n in names] if names else CASES.values():
-        if one.large and not large:
-            continue
         reason = one.missing()
         marks = [pytest.mark.skip(reason=reason)] if reason else []
-        for fmt in formats:
-            if fmt in one.formats:
-                found.append(pytest.param(one, fmt, id=f"{one.name}-{fmt}", marks=marks))
+        for fmt in one.formats:
+            found.append(pytest.param(one, fmt, id=f"{one.name}-{fmt}", marks=marks))
     return found
 
 

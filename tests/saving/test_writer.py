@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import io
@@ -11,13 +10,13 @@ import resource
 import time
 import weakref
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from support.identity import fast, stock, stock_bytes
 from support.limits import status
 
 import fastserial
@@ -27,20 +26,6 @@ from fastserial.files import destination
 from fastserial.saving.archive import ZipArchive
 
 BLOCKS = {"block_size": 64 * 1024, "queue_depth": 3, "small_file": 0, "cache": "drop"}
-
-
-def noise(size: int, seed: int = 0) -> bytes:
-    generator = torch.Generator().manual_seed(seed)
-    return bytes(torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).numpy())
-
-
-@contextlib.contextmanager
-def installed(**values: Any) -> Iterator[None]:
-    fastserial.install(**values)
-    try:
-        yield
-    finally:
-        fastserial.uninstall()
 
 
 def names_in(folder: Path) -> list[str]:
@@ -93,7 +78,7 @@ def test_a_full_disk_keeps_what_was_in_the_callers_file(tmp_path: Path) -> None:
     for use_zip in (True, False):
         with open(path, "wb", buffering=0) as file:
             file.write(bytes(40))
-            with installed(), fastserial.options(small_file=0):
+            with fast(small_file=0):
                 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
                 try:
                     with pytest.raises(WriteError, match="incomplete"):
@@ -107,34 +92,16 @@ def test_a_full_disk_keeps_what_was_in_the_callers_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("installed", [True, False])
 def test_as_f_of_torch_save(tmp_path: Path, use_zip: bool, installed: bool) -> None:
     state = {"a": torch.randn(333, 333), "b": torch.arange(17), "c": torch.empty(0)}
-    want = io.BytesIO()
-    torch.save(state, want, _use_new_zipfile_serialization=use_zip)
-    if installed:
-        fastserial.install()
-    try:
-        with FastFileWriter(tmp_path / "x.pt", config.current(**BLOCKS)) as writer:
-            writer.write(b"head")
-            torch.save(state, writer, _use_new_zipfile_serialization=use_zip)
-            state["a"].zero_()
-            writer.write(b"tail")
-    finally:
-        fastserial.uninstall()
-    assert (tmp_path / "x.pt").read_bytes() == b"head" + want.getvalue() + b"tail"
-
-
-def test_an_exception_keeps_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_bytes(b"old")
+    want = stock_bytes(state, "zip" if use_zip else "legacy")
     with (
-        pytest.raises(KeyError, match="stop"),
-        FastFileWriter(path, config.current(**BLOCKS)) as writer,
+        fast() if installed else stock(),
+        FastFileWriter(tmp_path / "x.pt", config.current(**BLOCKS)) as writer,
     ):
-        writer.write(noise(500_000))
-        raise KeyError("stop")
-    assert path.read_bytes() == b"old"
-    assert names_in(tmp_path) == ["f"]
-    with pytest.raises(ValueError, match="closed"):
-        writer.write(b"more")
+        writer.write(b"head")
+        torch.save(state, writer, _use_new_zipfile_serialization=use_zip)
+        state["a"].zero_()
+        writer.write(b"tail")
+    assert (tmp_path / "x.pt").read_bytes() == b"head" + want + b"tail"
 
 
 class _Unpicklable:
@@ -154,10 +121,8 @@ def test_close_after_a_failed_save_keeps_the_old_file(
     """DeepSpeed's way to use its writer: `try: torch.save(...) finally: writer.close()`."""
     path = tmp_path / "x.pt"
     torch.save("old", path)
-    if installed:
-        fastserial.install()
     writer = FastFileWriter(path)
-    try:
+    with fast() if installed else stock():
         with pytest.raises(type(error), match=str(error).replace("^", r"\^")):
             try:
                 state = [torch.ones(300_000), _Unpicklable(error)]
@@ -167,8 +132,6 @@ def test_close_after_a_failed_save_keeps_the_old_file(
         with pytest.raises(ValueError, match=r"for .*x\.pt was discarded"):
             torch.save("new", writer, _use_new_zipfile_serialization=use_zip)
         writer.close()
-    finally:
-        fastserial.uninstall()
     assert torch.load(path) == "old"
     assert names_in(tmp_path) == ["x.pt"]
 
@@ -187,7 +150,7 @@ def test_a_forked_child_leaves_the_parents_file_alone(
 ) -> None:
     monkeypatch.setattr(destination, "_can_link", lambda: False)  # the new file has a name
     path = tmp_path / "f"
-    data = noise(1_000_000)
+    data = os.urandom(1_000_000)
     with FastFileWriter(path) as writer:
         writer.write(data)
         child = os.fork()
@@ -229,7 +192,7 @@ def test_an_error_in_a_thread_reaches_the_caller(
     threads = len(os.listdir("/proc/self/task"))
     with pytest.raises(WriteError) as caught:  # noqa: SIM117
         with FastFileWriter(path, config.current(**BLOCKS)) as writer:
-            writer.write(noise(1_000_000))
+            writer.write(os.urandom(1_000_000))
     assert isinstance(caught.value, OSError)
     assert isinstance(caught.value, RuntimeError)
     assert caught.value.errno == (number or errno.EIO)
@@ -265,7 +228,7 @@ def test_report_and_callback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         raise ValueError("in the callback")
 
     with fastserial.options(on_report=broken, **BLOCKS), FastFileWriter(tmp_path / "f") as writer:
-        writer.write(noise(200_000))
+        writer.write(os.urandom(200_000))
     assert seen == [fastserial.last_save_report()]
     report = seen[0]
     assert (report.engine, report.durable) == ("threads", True)
@@ -287,7 +250,7 @@ def test_a_save_does_not_need_its_progress_bar(
 
     monkeypatch.setattr(progress, "show_line", fail)
     (tmp_path / "f").write_bytes(b"old")
-    with installed(progress=True, **BLOCKS):
+    with fast(progress=True, **BLOCKS):
         torch.save(torch.ones(5 << 20), tmp_path / "f")
     assert failed == ["shown"]
     assert torch.load(tmp_path / "f").numel() == 5 << 20
@@ -310,16 +273,13 @@ def test_a_large_pickle_is_not_copied(tmp_path: Path) -> None:
 
 def test_peak_memory_is_the_pool(tmp_path: Path) -> None:
     """Extra memory does not grow with the checkpoint: at most the pool and a little."""
-    fastserial.install(block_size=1 << 20, queue_depth=4)
-    try:
+    with fast(block_size=1 << 20, queue_depth=4):
         state = {f"l{i}": torch.ones(1_000_000) for i in range(100)}  # 400 MB
         torch.save({"warm": torch.ones(10)}, tmp_path / "w.pt")
         Path("/proc/self/clear_refs").write_text("5")
         before = status("VmRSS")
         torch.save(state, tmp_path / "x.pt")
         assert status("VmHWM") - before < 24 << 20
-    finally:
-        fastserial.uninstall()
 
 
 class Memory(bytearray):
@@ -334,7 +294,7 @@ def test_storages_are_free_when_the_save_returns(tmp_path: Path, nbytes: int, zi
     kept = weakref.ref(memory)
     gc.disable()
     try:
-        with installed():
+        with fast():
             state = {"x": torch.frombuffer(memory, dtype=torch.uint8), "y": torch.ones(3)}
             torch.save(state, tmp_path / "f", _use_new_zipfile_serialization=zipped)
         del memory, state
@@ -368,7 +328,7 @@ def test_storages_are_free_after_an_error(
     monkeypatch.setattr(destination.Retries, "wait", lambda retries, error: passes)
     gc.disable()
     try:
-        with installed(**BLOCKS):
+        with fast(**BLOCKS):
             state = {"x": torch.frombuffer(memory, dtype=torch.uint8), "y": torch.ones(3)}
             failed = False
             try:

@@ -82,6 +82,14 @@ def saved(folder: Path, live: Any, fmt: str = "zip", name: str = "f.pt", **optio
     return folder / name
 
 
+def stock_bytes(live: Any, fmt: str = "zip") -> bytes:
+    """What stock writes into memory."""
+    buffer = io.BytesIO()
+    with stock():
+        torch.save(live, buffer, _use_new_zipfile_serialization=fmt == "zip")
+    return buffer.getvalue()
+
+
 def last_save() -> Any:
     """The `SaveReport` of what was saved last."""
     import fastserial
@@ -206,6 +214,34 @@ def _(folder: Path, save: Save) -> Seen:
     save(path)
     save(path)
     return Seen(path.read_bytes())
+
+
+# A link stays, what it points to changes; the archive is named after the link.
+_LINKS = {
+    "relative": {"archive.pt": "real/step.pt"},
+    "dangling": {"archive.pt": "real/new.pt"},
+    "chain": {"archive.pt": "b.pt", "b.pt": "real/c.pt", "real/c.pt": "../real/step.pt"},
+    "dangling_chain": {"archive.pt": "b.pt", "b.pt": "real/new.pt"},
+    "absolute": {"archive.pt": "{}/real/step.pt"},
+    "beside": {"archive.pt": "./step-7.pt"},
+    "through_a_linked_directory": {"door": "real", "archive.pt": "door/step.pt"},
+}
+
+
+def _link_target(links: Mapping[str, str]) -> Target:
+    def run(folder: Path, save: Save) -> Seen:
+        (folder / "real").mkdir()
+        (folder / "real" / "step.pt").write_bytes(BEHIND)
+        for name, points in links.items():
+            (folder / name).symlink_to(points.format(folder))
+        save(str(folder / "archive.pt"))
+        left = [os.readlink(folder / name) == links[name].format(folder) for name in links]
+        return Seen((folder / "archive.pt").read_bytes(), extra=left)
+
+    return run
+
+
+TARGETS |= {f"link_{name}": _link_target(links) for name, links in _LINKS.items()}
 
 
 @target("path_fifo")
@@ -388,6 +424,25 @@ def _(folder: Path, save: Save) -> Seen:
     file = _Minimal()
     save(file)
     return Seen(b"".join(file.parts), None, file.log)
+
+
+class _TheirWriter(_Minimal):
+    """Has the method of DeepSpeed's `FastFileWriter`, too."""
+
+    def save_torch_storage_object_list(self, storage_obj_list: Any, save_size: bool) -> int:
+        before = len(b"".join(self.parts))
+        for storage, dtype in storage_obj_list:
+            if save_size:
+                self.parts.append((storage.nbytes() // dtype.itemsize).to_bytes(8, "little"))
+            self.parts.append(storage_bytes(storage))
+        return len(b"".join(self.parts)) - before
+
+
+@target("their_writer")
+def _(folder: Path, save: Save) -> Seen:
+    file = _TheirWriter()
+    save(file)
+    return Seen(b"".join(file.parts))
 
 
 @target("gzip")

@@ -309,6 +309,12 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> str:
 # -- files -----------------------------------------------------------------------------------------
 
 
+def names(folder: Path) -> list[str]:
+    """Return the names in a folder but the lock's; none before the first save has made it."""
+    there = os.listdir(folder) if folder.exists() else []
+    return sorted(name for name in there if name != ".fastserial.lock")
+
+
 class Held:
     """Holds each save before its second block, for a moment or until `release`."""
 

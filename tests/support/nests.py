@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,22 @@ def blank(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.empty(value.shape, dtype=value.dtype).zero_()
     return None
+
+
+def flat(value: Any, key: str = "") -> dict[str, torch.Tensor]:
+    """Return the plain tensors of a nest by their dotted keys."""
+    if isinstance(value, torch.Tensor):
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+        return {key: value.detach()} if plain else {}
+    items: Any = ()
+    if type(value) in (dict, OrderedDict):
+        items = value.items()
+    elif type(value) in (list, tuple):
+        items = enumerate(value)
+    found: dict[str, torch.Tensor] = {}
+    for name, item in items if key.count(".") < 90 else ():
+        found |= flat(item, f"{key}.{name}" if key else str(name))
+    return found
 
 
 def differing(found: Any, wanted: Any, key: str = "") -> list[str]:

@@ -9,7 +9,6 @@ import contextlib
 import os
 import random
 import re
-import signal
 import time
 from functools import cache
 from itertools import product
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import ranks
-from support.damage import flip
+from support.lives import names
 
 import fastserial
 
@@ -53,22 +52,6 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}.pt"
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != ".fastserial.lock")
-
-
-def assert_goes_on(
-    folder: Path, kind: str, count: int, shared: Path, start: int, *words: str
-) -> None:
-    """Run to the end, and compare each rank's losses."""
-    outs = ranks.run("ranks_training", count, folder, kind, STEPS, EVERY)
-    for out, expected in zip(outs, unbroken(kind, count, shared), strict=True):
-        first = out.splitlines()[0]
-        assert first.split()[:2] == ["start", str(start)], first
-        assert all(word in first for word in words), first
-        assert losses(out) == {step: loss for step, loss in expected.items() if step > start}
-
-
 @pytest.mark.parametrize(("kind", "count"), PAIRS)
 def test_it_goes_on_bit_for_bit(tmp_path: Path, shared: Path, kind: str, count: int) -> None:
     folder = tmp_path / "run"
@@ -78,38 +61,11 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path, shared: Path, kind: str, count: 
     assert found["checkpointer"]["step"] == 3 * EVERY
     assert len(found["checkpointer"]["ranks"]) == count
     assert found["model"]["0.weight"].shape == (520, 520)
-    assert_goes_on(folder, kind, count, shared, 3 * EVERY)
+    outs = ranks.run("ranks_training", count, folder, kind, STEPS, EVERY)
+    for out, expected in zip(outs, unbroken(kind, count, shared), strict=True):
+        assert out.splitlines()[0].split() == ["start", str(3 * EVERY)]
+        assert losses(out) == {step: loss for step, loss in expected.items() if step > 3 * EVERY}
     assert names(folder) == [name_of(5 * EVERY), name_of(6 * EVERY)]
-
-
-@pytest.mark.parametrize("at", [300, 2_000_000, None], ids=["pickle", "tensor", "end"])
-def test_all_fall_back_from_a_damaged_file(tmp_path: Path, shared: Path, at: int | None) -> None:
-    folder = tmp_path / "run"
-    ranks.run("ranks_training", 2, folder, "ddp", 2 * EVERY, EVERY)
-    newest = folder / name_of(2 * EVERY)
-    if at is None:
-        os.truncate(newest, newest.stat().st_size - 1000)
-    else:
-        flip(newest, at)
-    assert_goes_on(folder, "ddp", 2, shared, EVERY, f"{newest.name} is damaged")
-
-
-def test_a_signal_on_one_rank_is_one_on_all(tmp_path: Path, shared: Path) -> None:
-    folder = tmp_path / "run"
-    job = ranks.Job("ranks_training", 2, folder, "ddp", 10**6, 10**6)
-    try:
-        until = time.monotonic() + 60
-        while len(losses(job.out(1))) < 5:
-            assert time.monotonic() < until, "it does not train"
-            time.sleep(0.01)
-        os.kill(job.pid(1), signal.SIGUSR1)
-    finally:
-        ended = job.wait(60)
-    assert [end.code for end in ended] == [0, 0], ended
-    stops = {end.out.splitlines()[-1] for end in ended}
-    assert len(stops) == 1
-    step = int(stops.pop().removeprefix("stopped "))
-    assert names(folder) == [name_of(step)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,6 +16,7 @@ import torch
 from support import processes, ranks
 from support.damage import flip
 from support.forms import FULL
+from support.lives import names
 
 import fastserial
 from fastserial import Checkpointer
@@ -23,12 +24,6 @@ from fastserial.errors import RemoteError
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("obstore")
-
-
-def names(folder: Path) -> list[str]:
-    """Return what there is; nothing before the first save has made the folder."""
-    there = os.listdir(folder) if folder.exists() else []
-    return sorted(name for name in there if name != ".fastserial.lock")
 
 
 def file(step: int) -> str:

@@ -11,15 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.lives import names
 
 import fastserial
 from fastserial import Checkpointer
 from fastserial.training import checkpointer as module
 from fastserial.training.folder import Retention, seconds_of
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if name != ".fastserial.lock")
 
 
 def steps(folder: Path) -> list[int]:
