@@ -1,4 +1,4 @@
-"""What the pages promise has tests, and what they name exists."""
+"""What the pages promise has tests, what they measure a date, and what they name exists."""
 
 from __future__ import annotations
 
@@ -11,10 +11,72 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROMISES = ROOT / "docs" / "internals" / "promises.md"
 
+DATE = re.compile(
+    r"\b\d{1,2} (?:January|February|March|April|May|June|July|August|September|October|November"
+    r"|December) 20\d\d\b"
+)
+COMMAND = re.compile(r"`(?:fastserial|fio|nox|python|benchmarks/\w+\.py)\b[^`]*`")
+FIGURE = re.compile(
+    r"(?<![\w-])\d[\d.,]*\s?(?:×|[kMGT]i?B/s|ms\b|µs\b|s\b|seconds\b|%)|×\s?\d"
+    r"|\b\w+ times as (?:fast|slow)\b"
+)
+RESULTS = re.compile(r"benchmarks/results/[\w.-]+\.json")
+# What was never measured: limits of the program, and arithmetic or sources that a page names.
+LIMITS = [
+    r"slower than 400 MB/s",
+    r"throttled at \d+ MB/s",
+    r"3 % faster",
+    r"ext4\s+reserves 5 %",
+    r"full at 99 %",
+    r"1\.10 × the defaults",
+    r"FSDP 32 × tensor",
+    r"`block_size` × `queue_depth`",
+]
+COMPUTED = {"scale.md"}  # says of each figure whether it is computed or reported, and from what
+
+
+def sections(page: Path) -> list[tuple[str, str]]:
+    """Return the sections of a page, as heading and text, without blocks of code."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found = [("", "")]
+    for line in text.split("\n"):
+        if line.startswith("#"):
+            found.append((line.lstrip("# "), ""))
+        else:
+            found[-1] = (found[-1][0], f"{found[-1][1]}{line}\n")
+    return found
+
+
+def undated(text: str) -> list[str]:
+    """Return the figures of a section without date and command, and without a file of results."""
+    for limit in LIMITS:
+        text = re.sub(limit, "", text)
+    if DATE.search(text) and COMMAND.search(text):
+        return []
+    if any((ROOT / file).exists() for file in RESULTS.findall(text)):
+        return []
+    return [match[0] for match in FIGURE.finditer(re.sub(r"`[^`]*`", "", text))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_figures_have_a_date_and_a_command(page: Path) -> None:
+    if page.name in COMPUTED:
+        return
+    odd = {heading: figures for heading, text in sections(page) if (figures := undated(text))}
+    assert not odd
+
+
+@pytest.mark.parametrize("text", ["2.0 GB/s", "5.4 × stock", "takes 12 ms", "twice, or 3 s", "7 %"])
+def test_a_figure_without_them_is_seen(text: str) -> None:
+    assert undated(f"On some day it was {text}.")
+    assert undated(f"{text} (24 November 2026)")
+    assert undated(f"{text} (benchmarks/results/missing.json)")
+    assert not undated(f"{text} (`fastserial bench save`, 24 November 2026)")
+
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
 def test_a_page_begins_with_what_the_reader_can_do_after_it(page: Path) -> None:
-    _, _, text = page.read_text(encoding="utf-8").partition("\n")
+    _, text = sections(page)[1]
     assert text.lstrip().startswith("After this page ")
 
 
