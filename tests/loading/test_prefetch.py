@@ -110,16 +110,14 @@ def test_the_file_shrinks(path: Path) -> None:
         ahead.close()
 
 
-PLACES: dict[str, tuple[str, Any, str]] = {
-    "room": ("zip", session, "_has_room"),
-    "plan": ("zip", prefetch_module, "_groups_of"),
-    "allocation": ("zip", prefetch_module, "new_storage"),
-    "pages": ("zip", HugePages, "advise_all"),
-    "submit": ("zip", threads.ThreadsEngine, "submit"),
-    "wait": ("zip", threads.ThreadsEngine, "wait"),
-    "transfer": ("zip", threads, "transfer"),
-    "room, legacy": ("legacy", session, "_has_room"),
-    "sink, legacy": ("legacy", session, "storage_sink"),
+PLACES: dict[str, tuple[Any, str]] = {
+    "reader": (session, "FastFileReader"),
+    "plan": (prefetch_module, "_groups_of"),
+    "allocation": (prefetch_module, "new_storage"),
+    "pages": (HugePages, "advise_all"),
+    "submit": (threads.ThreadsEngine, "submit"),
+    "wait": (threads.ThreadsEngine, "wait"),
+    "transfer": (threads, "transfer"),
 }
 
 
@@ -131,7 +129,7 @@ def test_what_a_signal_handler_raises_is_raised(
     place: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also what looks like an error of torch's or of the disk: torch does not take over."""
-    fmt, owner, function = PLACES[place]
+    owner, function = PLACES[place]
 
     def interrupted(*args: object, **keywords: object) -> None:
         signal.raise_signal(signal.SIGUSR1)
@@ -139,7 +137,7 @@ def test_what_a_signal_handler_raises_is_raised(
     def handler(number: int, frame: object) -> None:
         raise error
 
-    file = saved(tmp_path, [noise(MIB)], fmt)
+    file = saved(tmp_path, [noise(MIB)])
     monkeypatch.setattr(owner, function, interrupted)
     if place == "transfer":  # on this thread
         monkeypatch.setattr(threads.ThreadsEngine, "_start", lambda self, op: None)

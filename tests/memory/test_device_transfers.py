@@ -105,18 +105,19 @@ def test_stocks_bytes_and_values(
         begin(device, seed)
         torch.save(value, path, _use_new_zipfile_serialization=zipped)
         assert path.read_bytes() == wanted, seed
-        assert same(torch.load(path, map_location=HERE), value), seed
+        if zipped:
+            assert same(torch.load(path, map_location=HERE), value), seed
+            assert last_report().transfer == ("gds" if fake else "cpu_async_gpu")
+            assert (last_report().fallback, last_report().verified) == (None, route == "verified")
         assert device.faults == []
         assert not any(stream.steps for stream in device._streams)
-        saved, loaded = last_save(), last_report()
-        assert (saved.transfer, loaded.transfer) == ("gds" if fake else "cpu_async_gpu",) * 2
-        assert loaded.fallback is None
-        assert loaded.verified == (route == "verified" and zipped)
+        saved = last_save()
+        assert saved.transfer == ("gds" if fake else "cpu_async_gpu")
         if fake is None:
-            assert device.copies >= 10
+            assert device.copies >= 5 * (1 + zipped)
             assert "transfer=cpu_async_gpu (auto: " in str(saved)
         else:
-            assert fake.moved >= 300_000 * 2 * (seed + 1)
+            assert fake.moved >= 300_000 * (1 + zipped) * (seed + 1)
             assert saved.direct
             asked = "asked for" if route == "gds" else f"{route} is taken as gds"
             assert saved.transfer_why == f"{asked}: cuFile 1.17"
@@ -194,7 +195,7 @@ def test_snapshots(tmp_path: Path, device: FakeDevice, monkeypatch: pytest.Monke
         value, _ = blank(wanted)
         for name, tensor in value.items():
             device.kernel(partial(tensor.copy_, wanted[name]))
-        pending = fastserial.save_async(value, tmp_path / "a.pt", snapshot="copy")
+        pending = fastserial.save_async(value, tmp_path / "a.pt")
         for tensor in value.values():
             device.kernel(tensor.zero_)
         pending.wait()
