@@ -62,6 +62,4 @@ def test_saves_with_little_address_space_or_few_descriptors(tmp_path: Path) -> N
 
 
 def test_loads_with_little_address_space(tmp_path: Path) -> None:
-    little, enough = run("little_room", tmp_path, "LOAD", "450:0", "3000:0").out.splitlines()
-    assert "address space" in little
-    assert "address space" in enough
+    assert "address space" in run("little_room", tmp_path, "LOAD", "450:0").out

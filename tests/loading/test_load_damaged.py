@@ -181,7 +181,7 @@ def test_file_changes_while_read(how: str, tmp_path: Path, monkeypatch: pytest.M
     from fastserial.loading import prefetch
 
     monkeypatch.setattr(prefetch, "LOOK_AHEAD", 100_000)
-    path = saved(tmp_path, [noise(90_000) for _ in range(20)], "zip", "archive.pt")
+    path = saved(tmp_path, [noise(90_000) for _ in range(20)], name="archive.pt")
     data = path.read_bytes()
     other = _written_over(data)
     assert len(other) == len(data)
@@ -212,7 +212,7 @@ def test_file_changes_while_read(how: str, tmp_path: Path, monkeypatch: pytest.M
 def test_touched_file_is_the_same_file(options: dict[str, Any], tmp_path: Path) -> None:
     """Somebody keeps files in scratch folders young; or the file system's clock is the time now."""
     values = [noise(90_000) for _ in range(20)]
-    path = saved(tmp_path, values, "zip")
+    path = saved(tmp_path, values)
     times: list[int] = []
 
     def touch(storage: Any, location: str) -> Any:
