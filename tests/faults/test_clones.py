@@ -59,7 +59,7 @@ def check(state: Any, path: Path, other: Path) -> None:
 
 
 def test_little_is_written_and_little_space_is_taken(disk: Path, tmp_path: Path) -> None:
-    size, count = (256 * MiB, 20) if FULL else (64 * MiB, 10)
+    size, count = (256 * MiB, 20) if FULL else (64 * MiB, 4)
     state = backbone(size)
     files = [disk / f"{number:02}.pt" for number in range(count + 1)]
     fastserial.save(state, files[0])
@@ -135,7 +135,7 @@ def test_a_base_that_is_replaced_during_the_save(
     check(state, path, tmp_path)
 
 
-@pytest.mark.trials(8, 200)
+@pytest.mark.trials(5, 200)
 def test_kill(
     disk: Path, zygote: Zygote, dice: random.Random, counts: Counter[str], trials: int
 ) -> None:

@@ -162,7 +162,7 @@ def outcome_of(
     return outcome
 
 
-@pytest.mark.trials(20, 100_000)
+@pytest.mark.trials(12, 100_000)
 def test_errors(
     plan: list[tuple[str, str, int, str]],
     tmp_path: Path,
@@ -215,7 +215,7 @@ def test_injections_tear_what_is_overwritten(
     assert not is_whole(path)
 
 
-@pytest.mark.trials(10, 100_000)
+@pytest.mark.trials(6, 100_000)
 def test_kills(
     plan: list[tuple[str, str, int, str]],
     tmp_path: Path,

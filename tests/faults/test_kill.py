@@ -23,7 +23,7 @@ def kill_soon(victim: Victim, dice: random.Random) -> None:
     victim.kill()
 
 
-@pytest.mark.trials(12, 320)
+@pytest.mark.trials(8, 320)
 def test_kill(
     tmp_path: Path, zygote: Zygote, dice: random.Random, counts: Counter[str], trials: int
 ) -> None:

@@ -19,7 +19,7 @@ _SPEED = 60_000_000  # bytes a second
 _BLKIO = Path("/sys/fs/cgroup/blkio")  # version 1: the limits of its root hold for write-back, too
 _SECTOR = 512
 _SLACK = 4 << 20  # bytes: metadata, read ahead past the end
-_TENSORS = 12  # of 4 MB
+_TENSORS = 12 if FULL else 4  # of 4 MB
 # What runs: saves and loads, the number of processes at once, and whether the cache is emptied.
 _ALONE = {"first load": ("load", 1, True), "second load": ("load", 1, False)}
 _STEPS = {
