@@ -15,7 +15,6 @@ import fastserial
 from fastserial import config, engines
 from fastserial.bench.measure import BenchError, Sample, measure
 from fastserial.bench.rotation import DURABLE, LOOSE, Row
-from fastserial.engines.deepspeed.aio_op import lock_file
 
 Format = Literal["zip", "legacy"]
 
@@ -115,13 +114,25 @@ def engine_rows(state: object, formats: Sequence[Format]) -> tuple[list[Row], di
     for engine in engines.survey():
         if engine.name == config.current().engine:
             continue
-        lock = lock_file() if engine.name == "deepspeed" else None
-        absent = f"its op is being built, or a build was killed: {lock}" if lock else engine.missing
+        absent = engine.missing
+        if absent is None and engine.name == "deepspeed":
+            absent = _lock_of_op()
         if absent is not None:
             missing[f"engine {engine.name}"] = absent
         else:
             rows += [fast_row(state, container, engine=engine.name) for container in formats]
     return rows, missing
+
+
+def _lock_of_op() -> str | None:
+    """Return why DeepSpeed's op cannot be loaded now: torch's loader would wait for a lock."""
+    from torch.utils import cpp_extension
+
+    directory: Any = cpp_extension._get_build_directory
+    lock = os.path.join(directory("async_io", False), "lock")
+    if not os.path.exists(lock):
+        return None
+    return f"its op is being built; if no build runs, one was killed: rm {lock}"
 
 
 def _name(writer: str, container: Format, group: str) -> str:

@@ -16,7 +16,6 @@ import os
 import shutil
 import sys
 import threading
-import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -29,8 +28,6 @@ BUILD_COMMAND = (
     'python -c "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()"'
 )
 _OP = "async_io"
-_LONGEST_BUILD = 900.0  # seconds; a lock that is older was left by a process that was killed
-_POLL = 0.1  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ def missing() -> list[str]:
     problems: list[str] = []
     if not _loads("libaio.so.1"):
         problems.append("libaio.so.1 is not installed: apt-get install libaio-dev")
-    if _is_shipped():
+    if any(Path(found.submodule_search_locations[0], "ops", "aio").glob("async_io_op*.so")):
         return problems
     # DeepSpeed compiles at first use, and torch's extension loader runs both tools at each load.
     if shutil.which(os.environ.get("CXX", "c++")) is None or shutil.which("ninja") is None:
@@ -76,34 +73,7 @@ def missing() -> list[str]:
             "the op is not built yet (once, about 10 CPU minutes): apt-get install libaio-dev, and "
             + BUILD_COMMAND
         )
-    lock = lock_file()
-    if lock is not None and _age_of(lock) > _LONGEST_BUILD:
-        problems.append(f"a build of the op was killed and left its lock: rm {lock}")
     return problems
-
-
-def lock_file() -> str | None:
-    """Return the lock of a process that builds or loads the op now, or was killed while it did.
-
-    torch's extension loader waits for as long as this file is there.
-    """
-    found = [] if _is_shipped() else glob.glob(os.path.join(_extensions(), _OP, "lock"))
-    return found[0] if found else None
-
-
-def _age_of(path: str) -> float:
-    """Return for how many seconds a file has been there, 0 if it is not there any more."""
-    try:
-        return time.time() - os.stat(path).st_mtime
-    except OSError:
-        return 0.0
-
-
-def _is_shipped() -> bool:
-    """Return whether DeepSpeed was installed with the op compiled."""
-    found = importlib.util.find_spec("deepspeed")
-    folders = found.submodule_search_locations if found is not None else None
-    return any(any(Path(one, "ops", "aio").glob("async_io_op*.so")) for one in folders or ())
 
 
 def _loads(library: str) -> bool:
@@ -125,18 +95,14 @@ def _extensions() -> str:
 
 
 def load_op() -> Any:
-    """Import DeepSpeed's op; wait for another process that builds or loads it.
+    """Import DeepSpeed's op.
 
     Raises:
         EngineUnavailableError: it cannot be loaded; with the reason.
     """
-    while True:
-        problems = missing()
-        if problems:
-            raise EngineUnavailableError("; ".join(problems))
-        if lock_file() is None:
-            break
-        time.sleep(_POLL)
+    problems = missing()
+    if problems:
+        raise EngineUnavailableError("; ".join(problems))
     try:
         builders = importlib.import_module("deepspeed.ops.op_builder")
         return builders.AsyncIOBuilder().load(verbose=False)
