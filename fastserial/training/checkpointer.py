@@ -262,7 +262,10 @@ class Checkpointer:
         own: dict[str, Any] = {"version": 1, "step": step}
         # the thread must not keep this object
         manager, is_main = self._manager, self._ranks.is_main
-        newest = self._folder.steps()[:1] if self._incremental else []
+
+        def base() -> str | None:
+            newest = self._folder.steps()[:1] if self._incremental else []
+            return self._folder.file(newest[0]) if newest else None
 
         def of_rank() -> dict[str, Any]:
             if metrics is not None:
@@ -278,7 +281,7 @@ class Checkpointer:
             own,
             self._folder.file(step),
             self._budget,
-            self._folder.file(newest[0]) if newest else None,
+            base,
             lambda: manager.written(step, own.get("metrics", {}), is_main),
             began,
         )

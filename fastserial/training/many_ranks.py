@@ -90,7 +90,7 @@ class ManyRanks(SingleProcess):
     def together(self, users_code: bool = True) -> AbstractContextManager[Traffic]:
         return collective(self._group, self._timeout, _USE, theirs=users_code)
 
-    def _start(self, state: dict[str, Any], job: SaveJob) -> PendingSave:
+    def _start(self, state: dict[str, Any], job: SaveJob, base: str | None) -> PendingSave:
         return start_save(
             state,
             job.path,
@@ -100,7 +100,7 @@ class ManyRanks(SingleProcess):
             merge=self._merge,
             began=job.began,
             then=job.then,
-            base=job.base,
+            base=base,
         )
 
     @staticmethod

@@ -44,7 +44,8 @@ class SaveJob:
         own: the Checkpointer's entry in the file.
         path: of the file.
         budget: of the snapshot.
-        base: the path of an earlier checkpoint, from which what is the same is cloned; or None.
+        base: returns the path of an earlier checkpoint, from which what is the same is cloned, or
+            None. Only the main process needs it, and calls it where an error of one is one of all.
         then: called on the saving thread once the file is in place.
         began: when the user's call did (`perf_counter`).
     """
@@ -54,7 +55,7 @@ class SaveJob:
     own: dict[str, Any]
     path: str
     budget: int | None = None
-    base: str | None = None
+    base: Callable[[], str | None] = lambda: None
     then: Callable[[], object] = bool
     began: float = 0.0
 
@@ -106,12 +107,11 @@ class SingleProcess:
         with self.together() as ranks:
             state, of_rank = self._state(job, ranks)
             self._warn_of_refused({**state, **of_rank, OWN: None}, job.path)
-        return self._start(state, job)
+            base = job.base() if self.is_main else None
+        return self._start(state, job, base)
 
-    def _start(self, state: dict[str, Any], job: SaveJob) -> PendingSave:
-        return start_save(
-            state, job.path, job.budget, then=job.then, began=job.began, base=job.base
-        )
+    def _start(self, state: dict[str, Any], job: SaveJob, base: str | None) -> PendingSave:
+        return start_save(state, job.path, job.budget, then=job.then, began=job.began, base=base)
 
     def _state(self, job: SaveJob, ranks: Any) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """Return the state with the Checkpointer's entry, and this rank's values."""

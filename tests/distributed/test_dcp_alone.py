@@ -15,7 +15,8 @@ from support.damage import flip
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fastserial.distributed import FastStorageReader, FastStorageWriter
-from fastserial.errors import ConfigError, CorruptCheckpointError
+from fastserial.distributed.dcp.folder import ShardFolder
+from fastserial.errors import CorruptCheckpointError, WriteError
 
 pytestmark = pytest.mark.skipif(
     "use_collectives" not in inspect.signature(dcp.save).parameters,
@@ -41,30 +42,53 @@ def load(path: Path) -> int:
     return int(found["a"][0])
 
 
-def test_they_are_left_to_stock(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no_dist=True; or use torch's FileSystemWriter"):
-        save(1, tmp_path, alone=True)
-    assert not os.listdir(tmp_path)
-    save(1, tmp_path, dcp.FileSystemWriter, alone=True)
-    assert load(tmp_path) == 1
+def test_one_of_all_ranks_replaces_those_of_single_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[int] = []
+    drop, sweep = ShardFolder.drop_lone_metadata, ShardFolder.sweep
+
+    def dropping(folder: ShardFolder) -> None:
+        loaded.append(load(tmp_path))
+        drop(folder)
+        loaded.append(load(tmp_path))
+
+    def sweeping(folder: ShardFolder, rank: int | None) -> None:
+        sweep(folder, rank)
+        loaded.append(load(tmp_path))
+
+    save(2, tmp_path, alone=True)
+    (tmp_path / "__1.metadata").write_bytes((tmp_path / "__0.metadata").read_bytes())
+    (tmp_path / "__2.metadata").mkdir()  # no save made it
+    monkeypatch.setattr(ShardFolder, "drop_lone_metadata", dropping)
+    monkeypatch.setattr(ShardFolder, "sweep", sweeping)
+    save(3, tmp_path)
+    assert loaded == [2, 3, 3, 3], "the old checkpoint or the new one"
+    monkeypatch.undo()
+    (tmp_path / "__2.metadata").rmdir()
+    save(4, tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".metadata", "__0_0.distcp"]
 
 
-def test_a_save_of_all_ranks_beside_them(tmp_path: Path) -> None:
-    """It is the one that is loaded, and leaves them whole."""
-    save(1, tmp_path, dcp.FileSystemWriter, alone=True)
-    for value in (2, 3):
-        save(value, tmp_path)
-        assert load(tmp_path) == value
-    (tmp_path / ".metadata").unlink()
-    assert load(tmp_path) == 1
+def test_those_of_single_ranks_do_not_hide_behind_one_of_all(tmp_path: Path) -> None:
+    save(1, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(WriteError, match="save into another folder, or remove this file"):
+        save(2, tmp_path, alone=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / ".metadata").unlink()  # as it says
+    save(2, tmp_path, alone=True)
+    assert load(tmp_path) == 2
 
 
 @pytest.mark.parametrize("writer", [dcp.FileSystemWriter, FastStorageWriter])
 def test_a_damaged_one_of_all_ranks_does_not_end_in_an_older_one(
     writer: Any, tmp_path: Path
 ) -> None:
-    save(1, tmp_path, dcp.FileSystemWriter, alone=True)
+    save(1, tmp_path, writer, alone=True)
+    older = (tmp_path / "__0.metadata").read_bytes()
     save(2, tmp_path, writer)
+    (tmp_path / "__0.metadata").write_bytes(older)  # of ours, no save leaves it there
     reader = FastStorageReader(tmp_path)
     assert "a" in reader.read_metadata(rank=0).state_dict_metadata
     if writer is dcp.FileSystemWriter:

@@ -275,3 +275,40 @@ def test_what_went_through_extensions_of_stock(tmp_path: Path) -> None:
     save(state, dcp.FileSystemWriter(tmp_path, _extensions=[utils.Rot13Example()]))
     reader = FastStorageReader(tmp_path, _extension_registry=utils.get_test_extension_registry())
     assert_same(load(blank(state), reader), state)
+
+
+class Attributes(dict[str, Any]):
+    """Keys are attributes: `copy` finds none of its own methods there."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Uncopied(dict[str, Any]):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("not to be copied")
+
+
+class Holder:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def test_a_snapshot_copies_what_deepcopy_does_not(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    state = {
+        "w": parameter,
+        "attributes": Attributes(t=torch.ones(2), again=parameter),
+        "uncopied": Uncopied(t=(torch.ones(2) * parameter[0],)),
+        "object": Holder(parameter),
+    }
+    found = FastStorageWriter(tmp_path).stage(state)
+    with torch.no_grad():
+        parameter.zero_()
+    assert not differing(found["attributes"], {"t": torch.ones(2), "again": torch.ones(3)})
+    assert found["attributes"]["again"] is found["w"]
+    assert not differing(found["uncopied"]["t"][0], torch.ones(2))
+    held = found["object"].held
+    assert isinstance(held, torch.nn.Parameter)
+    assert held.requires_grad
+    assert held.tolist() == [1, 1, 1]

@@ -45,6 +45,14 @@ def test_ranks_whose_folder_is_another_process_are_all_refused(told: list[dict[s
         assert "another process saves checkpoints in this folder" in saved
 
 
+def test_ranks_of_which_one_cannot_list_the_folder(told: list[dict[str, Any]]) -> None:
+    """Rank 0's list counts; if it fails there, all raise at once, and the next save works."""
+    first, second = (rank["unlisted"] for rank in told)
+    assert [first[at] for at in (0, 1, 3)] == [second[at] for at in (0, 1, 3)] == [1, 2, 4]
+    assert first[2].startswith("OSError: [Errno 116] Stale file handle"), first
+    assert second[2].startswith("DistributedError: rank 0: OSError: [Errno 116]"), second
+
+
 def test_a_signal_to_one_rank_ends_all_with_the_checkpoint(told: list[dict[str, Any]]) -> None:
     first, second = (rank["signals"] for rank in told)
     assert first == second

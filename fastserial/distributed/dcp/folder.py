@@ -48,8 +48,17 @@ def encoded(metadata: Metadata) -> bytes:
 
 
 METADATA = ".metadata"
-_SHARD = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)
 _SHARD_IN_BYTES = re.compile(rb"__\d+_\d+\.distcp")
+
+
+def metadata_name(rank: int | None) -> str:
+    """Return the name of the file that completes a checkpoint.
+
+    Args:
+        rank: whose checkpoint it is; None: the one of all ranks.
+    """
+    return METADATA if rank is None else f"__{rank}{METADATA}"
 
 
 class ShardFolder:
@@ -93,14 +102,35 @@ class ShardFolder:
             number += 1
         return name
 
-    def sweep(self) -> None:
+    def drop_lone_metadata(self) -> None:
+        """Remove the `.metadata` of single ranks, once that of all ranks is in place.
+
+        They would be used only if that of all ranks were damaged: an older checkpoint would be
+        loaded without an error.
+        """
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self.path):
+                path = os.path.join(self.path, name)
+                if name != METADATA and METADATA_NAME.fullmatch(name):
+                    with contextlib.suppress(OSError):
+                        if stat.S_ISREG(os.lstat(path).st_mode):  # else no save wrote it
+                            os.unlink(path)
+
+    def sweep(self, rank: int | None) -> None:
         """Remove files of ranks that no `.metadata` names. Other files are ignored.
 
         If a `.metadata` cannot be read, nothing is removed: old files do not disturb a save.
+
+        Args:
+            rank: whose files; None: of all ranks.
         """
         try:
             names = os.listdir(self.path)
-            shards = [name for name in names if _SHARD.fullmatch(name)]
+            shards = [
+                name
+                for name in names
+                if (found := _SHARD.fullmatch(name)) and rank in (None, int(found[1]))
+            ]
             needed = set(self._needed(names)) if shards else set()
         except (OSError, MemoryError):
             return

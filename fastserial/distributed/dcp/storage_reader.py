@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from fastserial.checksums import check_crc, crc32, crc_mismatch
-from fastserial.distributed.dcp.folder import METADATA, known_of
+from fastserial.distributed.dcp.folder import METADATA, known_of, metadata_name
 from fastserial.distributed.reading.part_reader import PartReader, ReadTarget
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.file_index import FileTensor, Record
@@ -367,8 +367,7 @@ class FastStorageReader(FileSystemReader):
         return self._read_metadata(*args, **kwargs)
 
     def _read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        rank = kwargs.get("rank")
-        path = os.path.join(self.path, METADATA if rank is None else f"__{rank}{METADATA}")
+        path = os.path.join(self.path, metadata_name(kwargs.get("rank")))
         with open(path, "rb") as file:
             self._seen = path, stamp(file.fileno())
             is_framed(file.read(), path)

@@ -10,7 +10,7 @@ import copy
 import errno
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,36 +31,49 @@ from torch.futures import Future
 
 from fastserial.config import current
 from fastserial.config.performance import SCATTERED_CHUNK
-from fastserial.distributed.dcp.folder import METADATA, ShardFolder, encoded
+from fastserial.distributed.dcp.folder import METADATA, ShardFolder, encoded, metadata_name
 from fastserial.distributed.dcp.planners import FastSavePlanner
 from fastserial.distributed.dcp.shard_layout import ShardLayout
-from fastserial.errors import ConfigError, write_error
+from fastserial.errors import write_error
 from fastserial.files.durable import replace_bytes
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import synchronize
-from fastserial.nests import walk
 from fastserial.saving.writer import FastFileWriter
 
 
 def snapshot(state: Any) -> Any:
-    """Return a copy of a nest of containers on the host; what occurs twice is copied once."""
-    copies: dict[int, Any] = {}  # by `id`
+    """Return a copy of a nest of containers; tensors that occur twice are copied once."""
     with torch.no_grad():
-        for _, value in walk(state, once=True):
-            if not isinstance(value, torch.Tensor) or id(value) in copies:
-                continue
-            if not isinstance(value, ShardedTensor):
-                copies[id(value)] = value.detach().to("cpu", copy=True)
-            elif value.device.type != "cpu":
-                copies[id(value)] = value.to(device="cpu")
-        return copy.deepcopy(state, copies)
+        return _copy(state, {})
+
+
+# Tensors and their copies, by `id`. The tensors are kept: another one could get the `id` else.
+_Copies = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+def _copy(value: Any, copies: _Copies) -> Any:
+    if isinstance(value, ShardedTensor):
+        return copy.deepcopy(value) if value.device.type == "cpu" else value.to(device="cpu")
+    if isinstance(value, torch.Tensor):
+        found = copies.get(id(value))
+        if found is None:
+            found = copies[id(value)] = value, value.detach().to("cpu", copy=True)
+        return found[1]
+    if isinstance(value, Mapping):
+        return {key: _copy(item, copies) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_copy(item, copies) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if value is None or isinstance(value, int | float | str | bytes):
+        return value
+    return copy.deepcopy(value)
 
 
 _RESOLVING = ("finish_plan", "resolve_data", "lookup_object", "transform_object")
 _VERSION = "1.0.0"  # of the layout of `.metadata`, as stock counts it
-_OF_EACH_RANK = (
-    "FastStorageWriter saves one checkpoint of all ranks. For one of each rank give each a folder "
-    "of its own, and no_dist=True; or use torch's FileSystemWriter with use_collectives=False"
+_HAS_COMMON = (
+    "the folder has a checkpoint of all ranks, which would be loaded instead of those of single "
+    "ranks (use_collectives=False): save into another folder, or remove this file first"
 )
 
 
@@ -92,6 +105,7 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         self.path = os.fspath(path)
         self.overwrite = overwrite
         self.save_id = str(uuid.uuid4())
+        self._alone: int | None = None  # the rank, if each one completes its own checkpoint
         self._is_coordinator = True
         self._durable = True
 
@@ -104,35 +118,39 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         self.save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take this rank's role in the save.
-
-        Raises:
-            ConfigError: each rank is to have a checkpoint of its own (`use_collectives=False`).
-        """
-        if not kwargs.get("use_collectives", True):
-            raise ConfigError(_OF_EACH_RANK)
+        """Take this rank's role in the save."""
         self._is_coordinator = is_coordinator
+        rank = kwargs.get("rank")
+        self._alone = None if kwargs.get("use_collectives", True) else rank
         self._durable = current().durable
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the folder, and remove the files of failed saves.
 
         Raises:
-            WriteError: the folder cannot be created, or has a checkpoint that must not be replaced.
+            WriteError: the folder cannot be created, or has a checkpoint that must not be replaced,
+                or one of all ranks where each rank is to have its own.
         """
         folder = ShardFolder(self.path)
         folder.make(self._durable)
-        if not self.overwrite and folder.has(METADATA):
+        if self._alone is not None and folder.has(METADATA):
+            # It would be loaded instead of what is saved now, and must not be removed: no rank
+            # knows when all others have ended; until then it is the only whole checkpoint.
+            raise write_error(errno.EEXIST, os.path.join(self.path, METADATA), _HAS_COMMON)
+        if not self.overwrite and folder.has(metadata_name(0 if self._alone is not None else None)):
             text = "Checkpoint already exists, and overwrite=False"  # as stock says it
             raise write_error(errno.EEXIST, self.path, text)
+        if self._alone is not None:
+            folder.sweep(self._alone)
+            return replace(plan, storage_data=_prefix(self._alone))
         if self._is_coordinator:
-            folder.sweep()
+            folder.sweep(None)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give each rank the prefix of its files' names."""
         return [
-            replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
+            plan if plan.storage_data is not None else replace(plan, storage_data=_prefix(rank))
             for rank, plan in enumerate(plans)
         ]
 
@@ -158,8 +176,12 @@ class FastStorageWriter(StorageWriter, AsyncStager):
                 result.index: result.storage_data for found in results for result in found
             }
         metadata.storage_meta = self.storage_meta()
-        replace_bytes(os.path.join(self.path, METADATA), encoded(metadata), self._durable)
-        ShardFolder(self.path).sweep()
+        name = metadata_name(self._alone)
+        replace_bytes(os.path.join(self.path, name), encoded(metadata), self._durable)
+        folder = ShardFolder(self.path)
+        if self._alone is None:
+            folder.drop_lone_metadata()
+        folder.sweep(self._alone)
 
     def storage_meta(self) -> StorageMeta | None:
         """Return what identifies this save."""
@@ -230,6 +252,10 @@ class _Results(list[WriteResult]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
+
+
+def _prefix(rank: int) -> _StoragePrefix:
+    return _StoragePrefix(f"__{rank}_")
 
 
 def _groups(items: list[WriteItem], at_once: bool) -> Iterator[list[WriteItem]]:

@@ -8,7 +8,8 @@
 4. Rank 0 gets the checksums, writes what needs them, syncs, renames.
 
 The messages of a save (`Traffic.decide`): what the ranks have, and the decision; what differs, if
-something does; that all are ready; what was written. With `merge="union"` the states first.
+something does; that all are ready; with a base, what was cloned; what was written. With
+`merge="union"` the states first.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from fastserial.formats.zip_layout import archive_name
 from fastserial.interrupts import finish
 from fastserial.memory.held_settings import paused_collection
 from fastserial.overlap.snapshot import Snapshot
+from fastserial.reasons import Reason
 from fastserial.reports import RankReport, SaveReport, publish_save
 from fastserial.saving.archive import storage_alignment
 from fastserial.saving.extent_writer import Outcome
@@ -216,6 +218,7 @@ class SaveTask:
         self._laid_out: FileLayout | None = None  # on rank 0
         self._reports: tuple[RankReport, ...] = ()
         self._cloned = 0
+        self._unshared: Reason | None = None
         # Until the first byte is written:
         self._decision: SaveDecision
         self._writer: ShardWriter
@@ -325,7 +328,9 @@ class SaveTask:
         nodes = [one.node for one in found]
         plan = self._laid_out.file_plan(writing_ranks(self._writers, nodes, alignment))
         self._new = NewFile(self.path, self.config)
-        file = self._new.allocate(self._laid_out.nbytes, reserved=self._base is None)
+        file = self._new.resize(self._laid_out.nbytes)
+        if self._base is None:
+            self._new.reserve()
         ranges: Ranges = {}
         for rank, one in enumerate(found):
             for source, first, stop in one.ranges:
@@ -345,7 +350,9 @@ class SaveTask:
         fd = opened.fd if opened is not None else self._new.file.fd if self._new is not None else -1
         if self._decision.base is not None:
             writer.clone(fd, self._decision.base, self.config, traffic.alive)
-            traffic.agree()  # here a rank waits as long as the others are alive
+            # Here a rank waits as long as the others are alive.
+            cloned = writer.cloned, writer.unshared
+            self._unshared = traffic.decide(cloned, self._reserve_unless_cloned)
         outcome = writer.write(fd, self.config, exchange, lambda nbytes: traffic.alive())
         syncing = perf_counter()
         if self._decision.sync_alone and opened is not None and self.config.durable:
@@ -359,6 +366,18 @@ class SaveTask:
             phases={**self._phases, **writer.seconds, "sync": perf_counter() - syncing},
         )
         return _Written(writer.crcs(), report, writer.cloned), outcome
+
+    def _reserve_unless_cloned(self, found: list[tuple[int, Reason | None]]) -> Reason | None:
+        """Reserve the file's space if no rank cloned a part of it. On rank 0.
+
+        Reserved space would be lost where a block is cloned.
+
+        Returns:
+            Why a rank could not clone all that is the same, or None.
+        """
+        if self._new is not None and not any(cloned for cloned, _ in found):
+            self._new.reserve()
+        return next((reason for _, reason in found if reason is not None), None)
 
     def _conclude(self, done: list[_Written]) -> None:
         """Finish the file. On rank 0."""
@@ -386,7 +405,7 @@ class SaveTask:
             direct=outcome.direct,
             durable=new.file.durable if new is not None else config.durable,
             fallback=(new.file.fallback if new is not None else None)
-            or self._writer.unshared
+            or self._unshared
             or outcome.fallback,
             phases=self._reports[0].phases if self._reports else mine.phases,
             transfer=outcome.transfer.word,

@@ -35,7 +35,7 @@ from fastserial.saving.incremental import Base
 
 _CRC = struct.Struct("<I")
 _CRC_AT = 4  # in a data descriptor
-_COMPARED = 256 * 1024 * 1024  # bytes that are compared with a base between two signs of life
+_COMPARED = 32 * 1024 * 1024  # bytes that are compared with a base between two signs of life
 
 
 class ShardWriter:

@@ -44,22 +44,26 @@ class NewFile:
         self._needed = 0
         self.file = required(open_path(path, config.durable, named=True), path)
 
-    def allocate(self, nbytes: int, reserved: bool) -> FileIdentity:
+    def resize(self, nbytes: int) -> FileIdentity:
         """Give the file its size, and return where the other ranks find it.
 
-        Args:
-            reserved: with space for all of it.
-
         Raises:
-            OSError: there is no space.
+            OSError: the size is above a limit.
         """
         self._needed = nbytes
-        wait_until_free()
-        reserve(self.file.fd, 0, nbytes if reserved else 0, self._config)
         os.ftruncate(self.file.fd, nbytes)
         directory = os.path.dirname(os.path.abspath(self.file.target.path))
         path = os.path.join(directory, self.file.named or "")
         return FileIdentity(path, os.fstat(self.file.fd).st_ino, nbytes)
+
+    def reserve(self) -> None:
+        """Reserve space for all of the file.
+
+        Raises:
+            OSError: there is no space.
+        """
+        wait_until_free()
+        reserve(self.file.fd, 0, self._needed, self._config)
 
     def explained(self, error: OSError) -> WriteError:
         """Return a failed system call as an error that names the path and the remedy."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import marshal
+import sys
 import warnings
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 from fastserial.config import Config
@@ -127,7 +129,19 @@ class Agreement:
                 f"plain tensors differ between the lowest rank, whose values the file has, and "
                 f"{ranks}: {_named(new)}. {_PARTS}"
             )
-            warnings.warn(text, UserWarning, stacklevel=11)
+            warnings.warn(text, UserWarning, stacklevel=_level_of_caller())
+
+
+def _level_of_caller() -> int:
+    """Return the `stacklevel` of the user's call, for who calls this function."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _is_ours(frame):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "fastserial"
 
 
 def _named(keys: Sequence[str]) -> str:

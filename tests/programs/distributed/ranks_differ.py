@@ -92,7 +92,7 @@ def stages() -> None:
 
 
 def small_ones() -> None:
-    """The file has rank 0's, and rank 0 says so once."""
+    """The file has rank 0's, and rank 0 says so once, of the line that saves."""
     for number in range(2):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -100,8 +100,21 @@ def small_ones() -> None:
         texts = [str(one.message) for one in caught]
         assert len(texts) == (RANK == 0 and number == 0), texts
         assert all("'a'" in text and "ranks 1, 2" in text for text in texts), texts
+        assert all(one.filename == __file__ for one in caught), caught
     assert found["n"] == 0
     assert not found["a"].any()
+    state = {"c": torch.full((9,), float(RANK))}
+    with Checkpointer(FOLDER / "small", {"d": state["c"]}, timeout=30) as checkpointer:
+        for call in (
+            lambda: distributed.save_async(state, PATH, timeout=30).wait(),
+            lambda: checkpointer.save(1),
+        ):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                call()
+            assert [one.filename for one in caught] == [__file__] * (RANK == 0), caught
+            first = call.__code__.co_firstlineno
+            assert all(one.lineno == first for one in caught), (caught, first)
 
 
 def buffers() -> None:

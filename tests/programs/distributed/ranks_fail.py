@@ -7,6 +7,7 @@ The old file stays, nothing else is left, and the next save goes well.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import subprocess
@@ -30,8 +31,10 @@ from torch.distributed.tensor.placement_types import Placement
 import fastserial
 from fastserial import Checkpointer, ConfigError, DistributedError, distributed
 from fastserial.distributed import FlatShard
+from fastserial.distributed.onefile import shared_file
 from fastserial.distributed.ranks.group import traffic_of
 from fastserial.engines.threads import ThreadsEngine
+from fastserial.saving import incremental
 
 FOLDER = Path(sys.argv[1])
 PATH = FOLDER / "out" / "file.pt"
@@ -242,6 +245,27 @@ def unseen() -> None:
         subprocess.run(["umount", PATH.parent], check=True)
 
 
+def uncloned() -> None:
+    """Where nothing is cloned space is reserved; the report names a rank that could not clone."""
+
+    def clone(fd: int, base: int, offset: int, nbytes: int) -> None:
+        if RANK in failing:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        os.pwrite(fd, os.pread(base, nbytes, offset), offset)
+
+    for failing in ((), (1,), (0, 1, 2)):
+        reserved: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(incremental, "clone_range", clone)
+            patch.setattr(shared_file, "reserve", lambda *args: reserved.append(args[2]))  # noqa: B023
+            report = distributed.save(good(), PATH, timeout=30, base=PATH)
+        assert ("can be cloned" in str(report.fallback)) == bool(failing), report
+        if RANK == 0:
+            assert (report.cloned > 0) == (len(failing) < 3), report
+            assert reserved == [report.bytes] * (len(failing) == 3), reserved
+        dist.barrier()
+
+
 # -- before the ranks have exchanged anything ------------------------------------------------------
 
 
@@ -323,7 +347,7 @@ def outside_the_group() -> None:
 
 
 CASES = (
-    *(states, full_disk, interrupted, silent, late, broken_off, options, arguments),
+    *(states, full_disk, interrupted, silent, late, broken_off, uncloned, options, arguments),
     *(code_of_the_user, outside_the_group),
 )
 

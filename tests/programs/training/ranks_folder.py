@@ -5,6 +5,7 @@ Arguments: folder. Prints one JSON object: what each case came to on this rank.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -16,11 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import join
 
 from fastserial import Checkpointer
+from fastserial.training.folder import CheckpointFolder
 
 
 def outcome(work: Callable[[], Any]) -> Any:
@@ -63,6 +66,26 @@ def held(folder: Path, rank: int) -> Any:
         return outcome(lambda: checkpointer.save(1))
 
 
+def unlisted(folder: Path, rank: int) -> Any:
+    """Look for what can be cloned where rank 1, then rank 0, cannot list the folder."""
+
+    def fails(self: Any) -> list[int]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    found = []
+    with Checkpointer(folder, {"x": 0}, incremental=True, timeout=20) as checkpointer:
+        for step, failing in ((1, None), (2, 1), (3, 0)):
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == failing:
+                    patch.setattr(CheckpointFolder, "steps", fails)
+                began = time.monotonic()
+                found += outcome(lambda: checkpointer.save(step) and step)  # noqa: B023
+                assert time.monotonic() - began < 10
+            outcome(checkpointer.wait)
+        found += outcome(lambda: checkpointer.save(4) and 4)
+    return found
+
+
 def signals(folder: Path, rank: int) -> Any:
     """End loops that look at `asked` at different moments; rank 1 gets the signal in step 3."""
     found = {}
@@ -86,7 +109,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     found: dict[str, Any] = {"early": outcome(lambda: Checkpointer(folder, {"x": 0}))}
     rank, _ = join()
-    cases = (not_shared, held, signals)
+    cases = (not_shared, held, unlisted, signals)
     for case in cases:
         mine = folder / case.__name__
         mine.mkdir(exist_ok=True)
