@@ -257,11 +257,10 @@ def container_of(target: str, to: str | None, shard_nbytes: int | None) -> str:
     Raises:
         ConvertError: it cannot be written; or `shard_nbytes` is none, or it has no shards.
     """
-    if to not in (None, "zip", "safetensors"):
+    if to not in (None, "zip", "safetensors", "dcp"):
         raise ConvertError(
-            f"convert writes zip and safetensors, not {to!r}. For a folder of DCP: "
-            "dcp.save(torch.load(source, mmap=True), storage_writer=FastStorageWriter(target)); "
-            "for the legacy format: torch.save(..., _use_new_zipfile_serialization=False)"
+            f"convert writes zip, safetensors and dcp, not {to!r}; for the legacy format: "
+            "torch.save(torch.load(...), target, _use_new_zipfile_serialization=False)"
         )
     if shard_nbytes is None:
         return to or ("safetensors" if target.endswith(".safetensors") else "zip")
