@@ -21,12 +21,15 @@ bench_app = typer.Typer(
     no_args_is_help=True,
 )
 
+TorchFormat = Enum("TorchFormat", {"zip": "zip", "legacy": "legacy"})
+
 _Folder = Annotated[Path, typer.Option(help="The folder to write to; its disk is measured.")]
 _Size = Annotated[str, typer.Option(help="Size of the state dict.")]
 _Tensors = Annotated[int, typer.Option(min=1, help="Tensors of mixed sizes in it.")]
 _Runs = Annotated[int, typer.Option(min=1, help="Rounds, after one warm-up.")]
 _Fio = Annotated[bool, typer.Option("--fio/--no-fio", help="Compare with fio.")]
 _Gpu = Annotated[bool, typer.Option("--gpu", help="The tensors are on the CUDA device.")]
+_Formats = Annotated[list[TorchFormat] | None, typer.Option("--format", help="Only these.")]
 _Json = Annotated[Path | None, typer.Option("--json", help="Also write all results to this file.")]
 
 
@@ -44,6 +47,7 @@ def save(
     tensors: _Tensors = 300,
     gpu: _Gpu = False,
     runs: _Runs = 5,
+    formats: _Formats = None,
     engines: Annotated[bool, typer.Option(help="Also the other engines.")] = True,
     with_fio: _Fio = True,
     json_file: _Json = None,
@@ -62,6 +66,7 @@ def save(
         gpu=gpu,
         runs=runs,
         with_fio=with_fio,
+        formats=tuple(one.value for one in dict.fromkeys(formats or TorchFormat)),
         with_engines=engines,
     )
     _run(lambda say: run_save(bench, say), json_file)
