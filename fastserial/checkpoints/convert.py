@@ -334,8 +334,8 @@ def part_of(value: Any, key: str) -> Any:
     while rest is not None:
         entries: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else ()
         entries = enumerate(value) if isinstance(value, list | tuple) else entries
-        numbers_first = sorted(entries, key=lambda entry: isinstance(entry[0], str))
-        inside = {str(name): item for name, item in numbers_first if type(name) in (int, str)}
+        text_last = sorted(entries, key=lambda entry: isinstance(entry[0], str))
+        inside = {str(name): item for name, item in text_last}
         fitting = [name for name in inside if f"{rest}.".startswith(f"{name}.")]
         if not fitting:
             names = ", ".join(map(repr, itertools.islice(inside, _SHOWN_KEYS)))
