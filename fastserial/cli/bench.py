@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from fastserial.config import parse_size
+from fastserial.bench.measure import parse_bytes
 from fastserial.progress import show_line
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def save(
 
     bench = SaveBench(
         folder=folder,
-        nbytes=parse_size(size),
+        nbytes=parse_bytes(size),
         tensors=tensors,
         gpu=gpu,
         runs=runs,
@@ -94,7 +94,7 @@ def load(
 
     bench = LoadBench(
         folder=folder,
-        nbytes=parse_size(size),
+        nbytes=parse_bytes(size),
         tensors=tensors,
         gpu=gpu,
         runs=runs,
@@ -118,7 +118,7 @@ def demo(
 
     Exit status 1 if a file differs, or if torch.load fails after a killed save by fastserial.
     """
-    nbytes = parse_size(size)
+    nbytes = parse_bytes(size)
     if crash:
         _crash(folder, nbytes, runs)
     from fastserial.bench.save import run_demo
