@@ -122,6 +122,7 @@ def test_bench_save(tmp_path: Path) -> None:
     assert len(fast) == 3
     assert all(row["identical"] for row in fast)
     assert all(row["to_stock"]["median"] > 0 for row in fast)
+    assert "read back" not in done.out  # only the scripts read anything back
     assert rows["fastserial zip"]["bytes"] == rows["stock zip"]["bytes"]
     assert found["machine"]["cores"] > 0
 
