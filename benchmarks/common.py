@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastserial.bench.measure import BenchError
+from fastserial.bench.measure import BenchError, parse_bytes
 from fastserial.bench.table import Result, Spread, Table, check_files
-from fastserial.config import parse_size
 from fastserial.console import say
 from fastserial.errors import FastserialError
 from fastserial.progress import show_line
@@ -26,7 +25,7 @@ _DPI = 130
 def size(text: str) -> int:
     """Return the bytes of `3GiB`, `3GB` or `4096`, for argparse."""
     try:
-        return parse_size(text)
+        return parse_bytes(text)
     except FastserialError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -102,7 +102,8 @@ def run_load(
     if bench.gpu:
         check_gpu(bench.nbytes)
     check_memory(3 * bench.nbytes)
-    with scratch(bench.folder, 4 * bench.nbytes + _HEADROOM) as folder:
+    files = 4 if peers is not None else 1
+    with scratch(bench.folder, files * bench.nbytes + _HEADROOM) as folder:
         say("making the data")
         state = mixed_state(bench.nbytes, bench.tensors)
         path = folder / "checkpoint.pt"

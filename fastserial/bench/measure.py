@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastserial.errors import FastserialError
+from fastserial.config import parse_size
+from fastserial.errors import ConfigError, FastserialError
 
 MB, GB = 1000**2, 1000**3
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -60,6 +61,18 @@ def measure(call: Callable[[], object]) -> Sample:
     cpu = time.process_time() - cpu
     extra = None if before is None else max(0, _peak_bytes() - before)
     return Sample(0, seconds, cpu, extra)
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of a size above 0, as `fastserial.config.parse_size`.
+
+    Raises:
+        ConfigError: it is not a size, or not a positive one.
+    """
+    nbytes = parse_size(text)
+    if nbytes <= 0:
+        raise ConfigError(f"expected a size above 0, not {text!r}")
+    return nbytes
 
 
 def _reset_peak() -> int | None:

@@ -6,10 +6,12 @@ import contextlib
 import mmap
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 
 from fastserial.bench.measure import BenchError
 from fastserial.diagnosis.folder import folder_problem
@@ -17,6 +19,7 @@ from fastserial.files.destination import wait_until_free
 from fastserial.files.linux import available_bytes, cached_fraction, meminfo
 from fastserial.reports import format_bytes
 
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _SPARE = 1 << 30  # bytes of memory that are left to others
 _CHUNK = 8 << 20
 _COLD, _WARM = 0.01, 0.99  # of a file in the page cache
@@ -26,7 +29,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 @contextlib.contextmanager
 def scratch(folder: Path, needed: int) -> Iterator[Path]:
-    """Yield a new folder inside `folder`; it is removed after errors and Ctrl-C, too.
+    """Yield a new folder inside `folder`; it is removed after errors, Ctrl-C and SIGTERM, too.
 
     Args:
         folder: where to measure; it must exist.
@@ -45,14 +48,32 @@ def scratch(folder: Path, needed: int) -> Iterator[Path]:
             f"{folder} has {format_bytes(free)} free, {format_bytes(needed)} are needed: "
             "free some, or measure with less data"
         )
+    with _signals_raise():
+        try:
+            made = Path(tempfile.mkdtemp(prefix=".fastserial-bench-", dir=folder))
+        except OSError as error:
+            raise BenchError(f"{folder} is not writable: {error.strerror}") from error
+        try:
+            yield made
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Turn signals that would end the process at once into an exception."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    ending = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ending:
+        signal.signal(number, leave)
     try:
-        made = Path(tempfile.mkdtemp(prefix=".fastserial-bench-", dir=folder))
-    except OSError as error:
-        raise BenchError(f"{folder} is not writable: {error.strerror}") from error
-    try:
-        yield made
+        yield
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        for number in ending:
+            signal.signal(number, signal.SIG_DFL)
 
 
 # -- the disk ------------------------------------------------------------------------------------

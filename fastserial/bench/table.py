@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from fastserial import __version__
-from fastserial.bench.measure import MB
+from fastserial.bench.measure import MB, BenchError
 from fastserial.config import current
 from fastserial.console import print_table, say
 from fastserial.diagnosis.folder import probe_folder
@@ -256,10 +256,14 @@ def check_files(*paths: Path | None) -> None:
     """Check before measuring that these files can be written after it.
 
     Raises:
-        OSError: one cannot be.
+        BenchError: one cannot be.
     """
     for path in filter(None, paths):
-        path.open("ab").close()
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise BenchError(
+                f"{path} cannot be written: give the name of a file in a folder that exists and "
+                "that you may write to"
+            )
 
 
 def this_machine() -> dict[str, Any]:

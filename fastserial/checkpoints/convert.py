@@ -257,11 +257,10 @@ def container_of(target: str, to: str | None, shard_nbytes: int | None) -> str:
     Raises:
         ConvertError: it cannot be written; or `shard_nbytes` is none, or it has no shards.
     """
-    if to not in (None, "zip", "safetensors"):
+    if to not in (None, "zip", "safetensors", "dcp"):
         raise ConvertError(
-            f"convert writes zip and safetensors, not {to!r}. For a folder of DCP: "
-            "dcp.save(torch.load(source, mmap=True), storage_writer=FastStorageWriter(target)); "
-            "for the legacy format: torch.save(..., _use_new_zipfile_serialization=False)"
+            f"convert writes zip, safetensors and dcp, not {to!r}; for the legacy format: "
+            "torch.save(torch.load(...), target, _use_new_zipfile_serialization=False)"
         )
     if shard_nbytes is None:
         return to or ("safetensors" if target.endswith(".safetensors") else "zip")
@@ -335,8 +334,8 @@ def part_of(value: Any, key: str) -> Any:
     while rest is not None:
         entries: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else ()
         entries = enumerate(value) if isinstance(value, list | tuple) else entries
-        numbers_first = sorted(entries, key=lambda entry: isinstance(entry[0], str))
-        inside = {str(name): item for name, item in numbers_first if type(name) in (int, str)}
+        text_last = sorted(entries, key=lambda entry: isinstance(entry[0], str))
+        inside = {str(name): item for name, item in text_last}
         fitting = [name for name in inside if f"{rest}.".startswith(f"{name}.")]
         if not fitting:
             names = ", ".join(map(repr, itertools.islice(inside, _SHOWN_KEYS)))

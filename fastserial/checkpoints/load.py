@@ -13,8 +13,9 @@ import torch
 from fastserial.checkpoints.lazy import open_checkpoint
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import current, options
-from fastserial.errors import ConfigError, UnreadableCheckpointError
+from fastserial.errors import ConfigError, CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.files.remote import ReadAhead, RemoteSource, is_url
+from fastserial.files.sources import stamp
 from fastserial.patching.install import installed, patched
 
 _NAMES = ("_load", "_open_file_like")
@@ -48,11 +49,8 @@ def load(f: Any, *args: Any, verify: bool | None = None, **kwargs: Any) -> Any:
             )
         return (_safetensors if f.endswith(".safetensors") else _remote)(f, *args, **kwargs)
     function = _function()
-    unpatched = function is torch.load and not installed()
-    if verify and unpatched and isinstance(f, str | os.PathLike) and not kwargs.get("mmap"):
-        with open(f, "rb") as file:  # in a pass before; `mmap` needs a path
-            refuse_damaged(f, file.fileno())
-            return function(file, *args, **kwargs)
+    if verify and function is torch.load and not installed() and isinstance(f, str | os.PathLike):
+        return _verified(function, f, *args, **kwargs)
     with options(**({} if verify is None else {"verify_on_load": verify})):
         return function(f, *args, **kwargs)
 
@@ -83,6 +81,18 @@ def _safetensors(url: str, map_location: Any = None, *_: Any, **__: Any) -> dict
             raise UnreadableCheckpointError("not a safetensors file", path=url)
         with ThreadPoolExecutor(4) as threads:
             return dict(zip(file.keys(), threads.map(file.get_tensor, file.keys()), strict=True))
+
+
+def _verified(function: Any, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    """Verify a file in a separate pass, for a torch without a patch, and load the same file."""
+    with open(path, "rb") as file:
+        seen = stamp(file.fileno())
+        refuse_damaged(path, file.fileno())
+        found = function(path, *args, **kwargs)
+        same = os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+        if not same or not seen.holds_for(file.fileno()):
+            raise CorruptCheckpointError("the file changed while it was read", path=os.fspath(path))
+    return found
 
 
 def _function() -> Any:

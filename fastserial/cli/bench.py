@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from fastserial.config import parse_size
+from fastserial.bench.measure import parse_bytes
 from fastserial.progress import show_line
 
 if TYPE_CHECKING:
@@ -21,12 +21,15 @@ bench_app = typer.Typer(
     no_args_is_help=True,
 )
 
+TorchFormat = Enum("TorchFormat", {"zip": "zip", "legacy": "legacy"})
+
 _Folder = Annotated[Path, typer.Option(help="The folder to write to; its disk is measured.")]
 _Size = Annotated[str, typer.Option(help="Size of the state dict.")]
 _Tensors = Annotated[int, typer.Option(min=1, help="Tensors of mixed sizes in it.")]
 _Runs = Annotated[int, typer.Option(min=1, help="Rounds, after one warm-up.")]
 _Fio = Annotated[bool, typer.Option("--fio/--no-fio", help="Compare with fio.")]
 _Gpu = Annotated[bool, typer.Option("--gpu", help="The tensors are on the CUDA device.")]
+_Formats = Annotated[list[TorchFormat] | None, typer.Option("--format", help="Only these.")]
 _Json = Annotated[Path | None, typer.Option("--json", help="Also write all results to this file.")]
 
 
@@ -44,6 +47,7 @@ def save(
     tensors: _Tensors = 300,
     gpu: _Gpu = False,
     runs: _Runs = 5,
+    formats: _Formats = None,
     engines: Annotated[bool, typer.Option(help="Also the other engines.")] = True,
     with_fio: _Fio = True,
     json_file: _Json = None,
@@ -57,11 +61,12 @@ def save(
 
     bench = SaveBench(
         folder=folder,
-        nbytes=parse_size(size),
+        nbytes=parse_bytes(size),
         tensors=tensors,
         gpu=gpu,
         runs=runs,
         with_fio=with_fio,
+        formats=tuple(one.value for one in dict.fromkeys(formats or TorchFormat)),
         with_engines=engines,
     )
     _run(lambda say: run_save(bench, say), json_file)
@@ -89,7 +94,7 @@ def load(
 
     bench = LoadBench(
         folder=folder,
-        nbytes=parse_size(size),
+        nbytes=parse_bytes(size),
         tensors=tensors,
         gpu=gpu,
         runs=runs,
@@ -113,7 +118,7 @@ def demo(
 
     Exit status 1 if a file differs, or if torch.load fails after a killed save by fastserial.
     """
-    nbytes = parse_size(size)
+    nbytes = parse_bytes(size)
     if crash:
         _crash(folder, nbytes, runs)
     from fastserial.bench.save import run_demo

@@ -19,6 +19,7 @@ class TargetFormat(str, Enum):
 
     zip = "zip"
     safetensors = "safetensors"
+    dcp = "dcp"
 
 
 def convert(
@@ -45,6 +46,8 @@ def convert(
     ] = True,
 ) -> None:
     """Write a checkpoint in another format. Executes no code of a checkpoint.
+
+    `dcp` is a folder for torch.distributed.checkpoint.
 
     Exit status: 0 on success, 1 if the source is damaged, 2 if the source cannot be read or
     the new format cannot hold it. After an error the previous target is intact.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -43,16 +44,31 @@ def show(torch: Torch = None) -> None:
 
 
 @patches_app.command()
-def check(torch: Torch = None) -> None:
+def check(
+    torch: Torch = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
     """Check whether a patch applies to torch and which functions differ; exit status 1 if not."""
     source = maintain.open_torch(torch)
     patch, found = patches.choose(source.text, source.version)
     ok = not any(found.values())
-    exact = "made for it" if patch.is_for(source.version) else "made for other releases"
-    say(f"torch {source.version}, {source.where}: patch {patch.name}, {exact}")
-    for name, problem in found.items():
-        say(f"{name}: {problem or 'ok'}")
-    say("the patch applies" if ok else "the patch does NOT apply")
+    exact = patch.is_for(source.version)
+    if as_json:
+        report = {
+            "torch": source.version,
+            "where": source.where,
+            "patch": patch.name,
+            "exact": exact,
+            "ok": ok,
+            "functions": found,
+        }
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        made = "made for it" if exact else "made for other releases"
+        say(f"torch {source.version}, {source.where}: patch {patch.name}, {made}")
+        for name, problem in found.items():
+            say(f"{name}: {problem or 'ok'}")
+        say("the patch applies" if ok else "the patch does NOT apply")
     raise typer.Exit(0 if ok else 1)
 
 

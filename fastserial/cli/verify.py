@@ -38,6 +38,7 @@ def verify(
         ),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only what is wrong.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads that read.")] = None,
 ) -> None:
     """Check every checksum and the structure of checkpoints. Executes nothing in them.
 
@@ -50,7 +51,9 @@ def verify(
     from fastserial.checkpoints.verify import verify as check
     from fastserial.checkpoints.verify.file_list import file_lists_in
 
-    config = current(progress=sys.stderr.isatty() and not quiet)
+    config = current(
+        **({"threads": threads} if threads else {}), progress=sys.stderr.isatty() and not quiet
+    )
     reports: list[VerifyReport] = []
     nothing: list[str] = []
     for path in paths:

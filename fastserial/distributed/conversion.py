@@ -1,7 +1,7 @@
-"""Folders of torch.distributed.checkpoint as sources of `convert`.
+"""Folders of torch.distributed.checkpoint as sources and targets of `convert`.
 
-The tensors of a folder lie over memory that is never touched: their bytes are fetched from the
-ranks' files while they are written.
+Both are streamed from file to file. The tensors of a folder lie over memory that is never touched:
+their bytes are fetched from the ranks' files while they are written.
 """
 
 from __future__ import annotations
@@ -10,16 +10,22 @@ import ctypes
 import io
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from fastserial.checkpoints.convert import FileMemory
+from fastserial.checkpoints.convert import Converted, ConvertSource, FileMemory, part_of
 from fastserial.checkpoints.tensor_read import direct_extent, read_tensor_into
+from fastserial.config import Config, options
+from fastserial.distributed.dcp.shard_layout import ShardLayout, TensorBytes, bytes_of
 from fastserial.distributed.dcp.storage_reader import ItemTensor, check_archive, tensor_in
+from fastserial.distributed.dcp.storage_writer import FastStorageWriter
 from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect
+from fastserial.distributed.sharding.pieces import unloadable
 from fastserial.errors import (
     CheckpointFileError,
     ConvertError,
@@ -35,8 +41,11 @@ from fastserial.formats.tensors import contiguous_stride
 from fastserial.formats.zip_format import PICKLE
 from fastserial.interrupts import Descriptors, finish
 from fastserial.loading.reader import HostSink, ReadExtent
-from fastserial.memory.storages import Memory
+from fastserial.memory.storages import HostMemory, Memory
 from fastserial.memory.untouched import Untouched
+from fastserial.patching.self_check import self_check
+
+# -- a folder as a source --------------------------------------------------------------------------
 
 
 class StoredChunk(NamedTuple):
@@ -348,3 +357,98 @@ def nested(found: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> An
         return unflatten_state_dict(flat, cast("Any", places))
     except (AttributeError, LookupError, TypeError) as error:
         raise ConvertError(f"{paths}: one of these is a list and a dictionary") from error
+
+
+# -- a folder as a target --------------------------------------------------------------------------
+
+
+class _StreamingWriter(FastStorageWriter):
+    """Takes the bytes of tensors from an open source."""
+
+    def __init__(self, path: str, source: ConvertSource) -> None:
+        super().__init__(path)
+        self._source = source
+
+    def _layout(self, name: str) -> ShardLayout:
+        return ShardLayout(name, self._bytes_of)
+
+    def _bytes_of(self, tensor: torch.Tensor) -> TensorBytes | None:
+        found = bytes_of(tensor)
+        if found is None or not found.nbytes or not isinstance(found.memory, HostMemory):
+            return found
+        storage = tensor.untyped_storage()
+        start = found.memory.address - storage.data_ptr()
+        memory = self._source.part_of(storage, start, found.nbytes)
+        return found if memory is None else found._replace(memory=memory)
+
+
+def write_folder(
+    source: ConvertSource, name: str, path: str, key: str, config: Config
+) -> Converted:
+    """Write what is under a key of an open source to a folder.
+
+    What was in the folder stays whole until the new checkpoint is.
+
+    Args:
+        name: of the source.
+
+    Raises:
+        ConvertError: it is no dictionary, two of its entries get one key, a tensor has no bytes of
+            its own, or this torch cannot be written for.
+        CorruptCheckpointError: the source is damaged, or changed.
+        WriteError: it cannot be written; what was there is intact.
+    """
+    value = part_of(source.value, key)
+    if not isinstance(value, Mapping):
+        raise ConvertError(f"a folder holds a dictionary, nothing of type {type(value).__name__}")
+    reason = self_check()
+    if reason is not None:
+        raise ConvertError(f"this torch writes other archives than are known here: {reason}")
+    with options(**_as_options(config)):
+        writer = _StreamingWriter(path, source)
+        planner = DefaultSavePlanner()
+        writer.set_up_storage_writer(True, rank=0)
+        try:
+            planner.set_up_planner(
+                cast("dict[str, Any]", value),
+                storage_meta=writer.storage_meta(),
+                is_coordinator=True,
+            )
+        except ValueError as error:  # says which key
+            raise ConvertError(
+                f"{name}: the keys of a folder are paths joined by dots, and two entries get the "
+                f"same one ({error}): {_REMEDY}"
+            ) from error
+        _refuse_odd(planner.state_dict, name)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        plans, metadata = planner.create_global_plan([plan])
+        plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+        results = writer.write_data(plan, planner).wait()
+        source.check_unchanged()
+        writer.finish(metadata, [results])
+    nbytes = sum(
+        os.stat(os.path.join(path, name)).st_size
+        for name in {result.storage_data.relative_path for result in results} | {".metadata"}
+    )
+    dropped = tuple(name for name in source.metadata if name != "format")
+    return Converted(source.container, "dcp", nbytes, dropped)
+
+
+_REMEDY = "leave it out with --key (key=), or convert to one file of torch"
+
+
+def _refuse_odd(flat: Mapping[str, Any], name: str) -> None:
+    """Raise if a tensor cannot be loaded from a folder.
+
+    Raises:
+        ConvertError: one cannot.
+    """
+    for key, tensor in flat.items():
+        if isinstance(tensor, torch.Tensor) and (problem := unloadable(tensor)) is not None:
+            raise ConvertError(
+                f"{name}: entry {key!r} cannot be loaded from a folder: {problem}; {_REMEDY}"
+            )
+
+
+def _as_options(config: Config) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in fields(config)}

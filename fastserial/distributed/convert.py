@@ -1,4 +1,4 @@
-"""`fastserial.convert`: from files, and from folders that many ranks saved to."""
+"""`fastserial.convert`: between files and the folders that many ranks save to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastserial.errors import CheckpointFileError, ConvertError
 from fastserial.files.remote import is_url
 from fastserial.formats.container import is_dcp_folder
 
-Container = Literal["zip", "safetensors"]
+Container = Literal["zip", "safetensors", "dcp"]
 
 
 def convert(
@@ -38,7 +38,8 @@ def convert(
         source: a zip, legacy or safetensors file; the index of several safetensors files, or their
             folder; a folder of torch.distributed.checkpoint.
         target: the new file or folder.
-        to: its container; by default safetensors or zip, by the target's name.
+        to: its container; by default safetensors or zip, by the target's name. `dcp` is a folder,
+            as `FastStorageWriter` writes it.
         key: convert the part of it under this key, such as `model`; nested keys and indices of
             lists joined by dots, as `inspect` shows them.
         copy_shared: write tensors that share memory several times, and expanded tensors whole;
@@ -64,10 +65,16 @@ def convert(
     container = container_of(path, to, shard_nbytes)
     if verify and is_dcp:
         refuse_damaged(name, config=config)
-    if is_dcp and os.path.abspath(name) == os.path.abspath(path):
+    folders = is_dcp or container == "dcp"
+    if folders and os.path.abspath(name) == os.path.abspath(path):
         raise ConvertError(f"{path}: source and target are the same")
     opened = _opened(name, is_dcp, verify)
     try:
+        settings = config or current()
+        if container == "dcp":
+            from fastserial.distributed.conversion import write_folder
+
+            return write_folder(opened, name, path, key, settings)
         return write_source(
             opened,
             path,
@@ -75,7 +82,7 @@ def convert(
             key=key,
             copy_shared=copy_shared,
             shard_nbytes=shard_nbytes,
-            config=config or current(),
+            config=settings,
         )
     except CheckpointFileError as error:
         error.path = error.path or name

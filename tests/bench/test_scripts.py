@@ -106,6 +106,12 @@ def test_scripts(name: str, tmp_path: Path) -> None:
             assert row["identical"] is True
 
 
+def test_a_size_is_positive(tmp_path: Path) -> None:
+    words = ("--folder", tmp_path, "--size=-5MB")
+    done = processes.python(SCRIPTS / "threads.py", *words, code=2)
+    assert "expected a size above 0, not '-5MB'" in done.err
+
+
 def test_all_of_them_go_into_one_file(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     words = ("--folder", tmp_path, "--short", "--results", target, "--only", "threads")

@@ -139,10 +139,10 @@ def test_part(tmp_path: Path) -> None:
     ("key", "size"),
     [
         ("a.b", 1), ("a.b.c", 3), ("x.y.z.w", 4), ("7", 5), ("list.1", 6), ("list", None),
-        ("empty.", 8),
+        ("empty.", 8), ("True", 9), ("1.5", 10), ("None", 11), ("(1, 2)", 12),
     ],
 )  # fmt: skip
-def test_parts_whose_names_hold_dots(key: str, size: int | None, tmp_path: Path) -> None:
+def test_parts_by_the_names_that_inspect_shows(key: str, size: int | None, tmp_path: Path) -> None:
     value = {
         "a": {"b": torch.ones(2)},
         "a.b": {"c": torch.ones(3)},
@@ -150,6 +150,10 @@ def test_parts_whose_names_hold_dots(key: str, size: int | None, tmp_path: Path)
         7: torch.ones(5),
         "list": [torch.ones(1), torch.ones(6)],
         "empty": {"": torch.ones(8)},
+        True: torch.ones(9),
+        1.5: torch.ones(10),
+        None: torch.ones(11),
+        (1, 2): torch.ones(12),
     }
     target = tmp_path / "target.pt"
     convert(saved(tmp_path, value), target, key=key)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.damage import flip
 from support.nests import differing
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -24,7 +24,7 @@ from fastserial import convert, distributed, inspect, verify
 from fastserial.checkpoints.verify import checkpoints_in
 from fastserial.cli.main import app
 from fastserial.distributed import FastStorageReader, FastStorageWriter
-from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.errors import ConvertError, CorruptCheckpointError, WriteError
 
 WRITERS = ["dcp", "stock"]
 
@@ -208,14 +208,15 @@ def test_to_one_file_and_back(who: str, tmp_path: Path) -> None:
     assert not differing(found, state)
     assert verify(tmp_path / "zip.pt").status == "ok"
     target = tmp_path / "new dcp"
-    with pytest.raises(ConvertError, match=r"mmap=True\), storage_writer=FastStorageWriter"):
-        convert(tmp_path / "zip.pt", target, "dcp")  # type: ignore[arg-type]
-    mapped = torch.load(tmp_path / "zip.pt", mmap=True)
-    save(mapped, target, "dcp")
+    convert(tmp_path / "zip.pt", target, "dcp")
     assert verify(target).status == "ok"
+    found = load(a_state() | {"step": None}, FastStorageReader(target))
+    assert not differing(found, state)
     convert(target, tmp_path / "again.pt")
     assert not differing(torch.load(tmp_path / "again.pt"), state)
     assert not differing(load(a_state(), dcp.FileSystemReader(target)), state)
+    convert(tmp_path / "folder", tmp_path / "folder 2", "dcp")
+    assert not differing(load(a_state(), FastStorageReader(tmp_path / "folder 2")), state)
 
 
 @pytest.mark.parametrize("who", WRITERS)
@@ -240,6 +241,10 @@ def test_to_safetensors_and_back(who: str, tmp_path: Path) -> None:
     for source in (many, many / "model.safetensors.index.json", tmp_path / "whole"):
         convert(source, tmp_path / "back.pt")
         assert not differing(torch.load(tmp_path / "back.pt"), state)
+        convert(source, tmp_path / "back", "dcp")
+        assert not differing(
+            load(a_state()["model"], dcp.FileSystemReader(tmp_path / "back")), state
+        )
 
 
 def test_what_cannot_be_converted(tmp_path: Path) -> None:
@@ -249,11 +254,32 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match="not empty"):
         convert(tmp_path / "folder", tmp_path, key="model", shard_nbytes=10)
     with pytest.raises(ConvertError, match="the same"):
-        convert(tmp_path / "folder", tmp_path / "folder")
+        convert(tmp_path / "folder", tmp_path / "folder", "dcp")
+    torch.save([1], tmp_path / "list.pt")
+    with pytest.raises(ConvertError, match="dictionary"):
+        convert(tmp_path / "list.pt", tmp_path / "y", "dcp")
     file = tmp_path / "folder" / "__0_0.distcp"
     flip(file, file.stat().st_size // 2)
     with pytest.raises(CorruptCheckpointError):
         convert(tmp_path / "folder", tmp_path / "x.pt", verify=True)
+    (tmp_path / "taken").write_text("")
+    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    with pytest.raises((WriteError, OSError)):
+        convert(tmp_path / "a.safetensors", tmp_path / "taken", "dcp")
+    assert (tmp_path / "taken").read_text() == ""
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """By a file with views, tensors in another order, and one storage twice."""
+    base = torch.arange(300_000.0)
+    state = {"a": base[7:20], "b": base.view(300, 1000).t(), "c": base[::2], "d": base[:0]}
+    torch.save(state, tmp_path / "file.pt")
+    zeros = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    save(zeros, tmp_path / "folder", "dcp")
+    convert(tmp_path / "file.pt", tmp_path / "folder", "dcp")
+    assert sorted(os.listdir(tmp_path / "folder")) == [".metadata", "__0_1.distcp"]
+    assert verify(tmp_path / "folder").ok
+    assert not differing(load(zeros, dcp.FileSystemReader(tmp_path / "folder")), state)
 
 
 @pytest.mark.parametrize(("part", "byte"), [(b"\x80\x02", 0), (b"PK\1\2", 10)])
@@ -306,6 +332,35 @@ def test_ranks_with_checkpoints_of_their_own(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match=r"folder: each rank saved .* of its own"):
         convert(tmp_path / "folder", tmp_path / "file.pt")
     assert not (tmp_path / "file.pt").exists()
+
+
+# -- to a folder -----------------------------------------------------------------------------------
+
+
+def odd_states() -> dict[str, tuple[Any, str]]:
+    return {
+        "joined": ({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, r"same one \(.*a\.b\)"),
+        "number": ({1: torch.ones(1), "1": torch.ones(2)}, r"same one \(.*1\)"),
+        "sparse": (
+            {"x": {"s": torch.eye(5).to_sparse()}},
+            r"entry 'x\.s' .* layout torch.sparse_coo",
+        ),
+        "meta": (
+            {"m": torch.empty(3, device="meta")},
+            r"entry 'm' .* without memory \(device meta\)",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", list(odd_states()))
+def test_what_a_folder_cannot_hold(name: str, tmp_path: Path) -> None:
+    state, text = odd_states()[name]
+    torch.save(state, tmp_path / "file.pt")
+    target = tmp_path / "new" / "folder"
+    with pytest.raises(ConvertError, match=rf"file\.pt: .*{text}.*--key") as caught:
+        convert(tmp_path / "file.pt", target, "dcp")
+    assert os.listdir(tmp_path) == ["file.pt"], "something is left of the target"
+    assert "\n" not in str(caught.value)
 
 
 # -- what a folder does not tell by itself ---------------------------------------------------------

@@ -20,7 +20,7 @@ from fastserial.checkpoints import load as checkpoints_load
 from fastserial.checkpoints import verify as checkpoints_verify
 from fastserial.checkpoints.verify import VerifyReport, verify
 from fastserial.config import Config
-from fastserial.errors import CheckpointFileError
+from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.files.linux import cached_fraction
 from fastserial.formats.source import BytesSource, DescriptorSource, Source
 from fastserial.formats.zip_format import RecordEntry, read_directory
@@ -267,7 +267,34 @@ def test_the_file_that_was_verified_is_read(
         load_into(target, path, verify=True)
         assert target["a"].tolist() == [1.0] * 300
     else:
-        monkeypatch.setattr(
-            checkpoints_load, "_function", lambda: torch.load
-        )  # a torch without a patch
-        assert load(path, verify=True)["a"].tolist() == [1.0] * 300
+        without_patch(monkeypatch)
+        with pytest.raises(CorruptCheckpointError, match="changed"):
+            load(path, verify=True)
+
+
+def without_patch(monkeypatch: pytest.MonkeyPatch, function: Any = None) -> None:
+    """Let `load` call `function`, by default torch's, as if no patch applied."""
+    monkeypatch.setattr(torch, "load", function or torch.load)
+    monkeypatch.setattr(checkpoints_load, "_function", lambda: torch.load)
+
+
+def test_a_replaced_torch_load_gets_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `mmap=True`, and for functions that tell formats apart by the name, it needs one."""
+    path, stock_load, seen = tmp_path / "x.pt", torch.load, []
+    torch.save({"a": torch.ones(300)}, path)
+
+    def replaced(f: Any, **options: Any) -> Any:
+        seen.append(f)
+        found = stock_load(f, **options)
+        if len(seen) == 3:  # in place
+            path.write_bytes(path.read_bytes()[::-1])
+        return found
+
+    without_patch(monkeypatch, replaced)
+    for options in ({}, {"mmap": True}):
+        assert load(path, verify=True, **options)["a"].tolist() == [1.0] * 300
+    with pytest.raises(CorruptCheckpointError, match="changed"):
+        load(path, verify=True)
+    assert seen == [path] * 3

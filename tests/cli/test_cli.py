@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +17,10 @@ from support.processes import Ended, python
 from typer.testing import CliRunner
 
 import fastserial
+from fastserial.bench.measure import BenchError
 from fastserial.cli import run
 from fastserial.cli.main import app
+from fastserial.errors import ConfigError
 
 SAVE = ["bench", "save", "--size", "2MiB", "--tensors", "9", "--runs", "1", "--no-fio"]
 
@@ -107,15 +112,17 @@ def test_bench_save(tmp_path: Path) -> None:
     target = tmp_path / "result.json"
     folder = tmp_path / "disk"
     folder.mkdir()
-    done = command(*SAVE, "--no-engines", "--folder", str(folder), "--json", str(target))
+    words = ["--no-engines", "--format", "zip", "--folder", folder, "--json", target]
+    done = command(*SAVE, *words)
     assert done.code == 0, done.err
     assert list(folder.iterdir()) == []
     found = json.loads(target.read_text())
     rows = {row["name"]: row for row in found["tables"][0]["rows"]}
     fast = [row for name, row in rows.items() if name.startswith("fastserial")]
-    assert len(fast) == 6
+    assert len(fast) == 3
     assert all(row["identical"] for row in fast)
     assert all(row["to_stock"]["median"] > 0 for row in fast)
+    assert "read back" not in done.out  # only the scripts read anything back
     assert rows["fastserial zip"]["bytes"] == rows["stock zip"]["bytes"]
     assert found["machine"]["cores"] > 0
 
@@ -130,6 +137,34 @@ def test_bench_load(tmp_path: Path) -> None:
     rows = {row["name"]: row for row in json.loads(target.read_text())["tables"][0]["rows"]}
     assert {"stock zip, warm", "fastserial zip, warm", "fastserial load_into, warm"} <= set(rows)
     assert all(row["equal"] and row["to_stock"]["median"] > 0 for row in rows.values())
+
+
+@pytest.mark.parametrize("words", [["bench", "save"], ["bench", "load"], ["demo"]])
+def test_what_cannot_be_measured_leaves_nothing(words: list[str], tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    for size in ("0", "-5MB"):
+        done = CliRunner().invoke(app, [*words, "--folder", str(tmp_path), "--size", size])
+        assert isinstance(done.exception, ConfigError), done.output
+        assert f"above 0, not '{size}'" in str(done.exception)
+    if "bench" in words:
+        missing = ["--folder", str(tmp_path / "missing"), "--json"]
+        for path in (target, tmp_path / "missing" / "out.json", tmp_path):
+            done = CliRunner().invoke(app, [*words, "--size", "1MiB", *missing, str(path)])
+            assert isinstance(done.exception, BenchError), done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_benchmark_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
+    words = ["bench", "save", "--size", "8MiB", "--runs", "1000", "--no-fio", "--no-engines"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "fastserial", *words, "--folder", tmp_path]
+    ) as one:
+        while not list(tmp_path.glob("*/*")):
+            assert one.poll() is None
+            time.sleep(0.05)
+        one.terminate()
+        assert one.wait(60) == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
 
 
 def test_demo(tmp_path: Path) -> None:
@@ -156,6 +191,6 @@ def test_damage_and_what_cannot_be_read_end_differently(tmp_path: Path) -> None:
         assert str(source) in done.err
         assert "Traceback" not in done.err
     none.mkdir()
-    for words in (["verify", good], ["inspect", good]):
+    for words in (["verify", good], ["verify", "--threads", 2, good], ["inspect", good]):
         assert status_of(*words) == 0
     assert status_of("verify", none) == 2

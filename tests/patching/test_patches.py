@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
+import json
 import re
 import shutil
 import textwrap
@@ -283,6 +284,9 @@ def test_cli(torch_copy: Path, folder: Path, tmp_path: Path) -> None:
     assert f"patch {name}, made for it" in output
     assert output.count(": ok") == len(EDITS)
     assert "the patch applies" in output
+    report = json.loads(invoke("check", "--json")[1])
+    assert (report["patch"], report["exact"], report["ok"]) == (name, True, True)
+    assert report["functions"] == dict.fromkeys(EDITS)
 
     edit_save(torch_copy)
     set_version(torch_copy, "99.1.0")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -225,12 +225,16 @@ class _PlacedItem:
 class ShardLayout:
     """Lays items out one after the other. `take` returns what is to be written next."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self, name: str, bytes_of: Callable[[torch.Tensor], TensorBytes | None] = bytes_of
+    ) -> None:
         """Start an empty file.
 
         Args:
             name: of the file, as `.metadata` gives it.
+            bytes_of: says where the bytes of tensors are.
         """
+        self._bytes_of = bytes_of
         self._name = name
         self._checksums = checksums_wanted()
         self._alignment = storage_alignment()
@@ -257,7 +261,7 @@ class ShardLayout:
                 f"{item.index.fqn}: its layout is {tensor.layout}, which stock cannot load: "
                 "save it dense"
             )
-        found = bytes_of(tensor) if self._is_zip_known else None
+        found = self._bytes_of(tensor) if self._is_zip_known else None
         frame = self._frame(tensor, found) if found is not None else None
         if found is None or frame is None:
             self._add_bytes(item, _saved_by_torch(tensor), None)

@@ -216,11 +216,15 @@ class FastStorageWriter(StorageWriter, AsyncStager):
 
     # -- the rest ------------------------------------------------------------------------------
 
+    def _layout(self, name: str) -> ShardLayout:
+        """Return an empty layout of a file."""
+        return ShardLayout(name)
+
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         if not plan.items:
             return []
         name = ShardFolder(self.path).new_shard(plan.storage_data.prefix)
-        layout = ShardLayout(name)
+        layout = self._layout(name)
         # Other planners may make copies of another dtype, or change items after the metadata.
         kinds = type(planner), DefaultSavePlanner, FastSavePlanner
         known = [[getattr(kind, name, None) for kind in kinds] for name in _RESOLVING]
