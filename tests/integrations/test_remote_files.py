@@ -207,9 +207,59 @@ def test_a_store_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(asked) > 1
 
 
-def test_a_server_that_ignores_ranges(tmp_path: Path) -> None:
-    """Its whole file is never taken for a part of it."""
+def test_a_connection_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrived is kept, and only the rest is asked for again."""
+    pytest.importorskip("obstore")
+    data = os.urandom(3_500_000)
+    asked: list[int] = []
+
+    class Cut(http.server.BaseHTTPRequestHandler):
+        def answer(self, code: int, nbytes: int) -> None:
+            self.send_response(code)
+            headers = {"ETag": '"x"', "Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}
+            for name, value in {"Content-Length": str(nbytes), **headers}.items():
+                self.send_header(name, value)
+
+        def do_HEAD(self) -> None:
+            self.answer(200, len(data))
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            start, last = map(int, self.headers["Range"].split("=")[1].split("-"))
+            asked.append(start)
+            self.answer(206, last + 1 - start)
+            self.send_header("Content-Range", f"bytes {start}-{last}/{len(data)}")
+            self.end_headers()
+            self.wfile.write(data[start : min(start + 1_000_000, last + 1)])
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(remote, "_ONE_CALL", 0.0)  # obstore does not try again
+    monkeypatch.setattr(remote, "_TIMEOUT", 0.0)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Cut) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+            monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+            monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+            source = remote.RemoteSource("s3://bucket/x.pt")
+            assert source.read_at(0, len(data)) == data
+        finally:
+            server.shutdown()
+    assert asked == sorted(asked)
+    assert 2 < len(asked) < 6
+
+
+def test_a_server_that_ignores_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its whole file is never taken for a part of it, nor asked for again."""
     pytest.importorskip("aiohttp")
+    monkeypatch.setattr(remote, "_ONE_CALL", 0.0)
+    asked: list[str] = []
+    real = remote._FsspecFolder.status
+    monkeypatch.setattr(
+        remote._FsspecFolder, "status", lambda *args: asked.append(args[1]) or real(*args)
+    )
     torch.save(STATE, tmp_path / "x.pt")
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -222,6 +272,7 @@ def test_a_server_that_ignores_ranges(tmp_path: Path) -> None:
             assert fastserial.verify(url).status == "unreadable"
         finally:
             server.shutdown()
+    assert len(asked) == 4
 
 
 @pytest.mark.parametrize("url", ["unknown://x/y.pt", "s3://bucketonly", "s3://bucket/folder/"])
