@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,8 +36,8 @@ class Finding:
     """A fact to know, and what to do about it.
 
     Attributes:
-        slow: it makes saves stock or slow, or makes them fail.
-        fails: it makes them fail.
+        slow: it makes saves or loads stock or slow, or makes saves fail.
+        fails: it makes saves fail.
     """
 
     text: str
@@ -83,6 +84,7 @@ class Diagnosis:
 
     Attributes:
         small_pages: why buffers get no huge pages, None if they do.
+        address_space_bytes: what one process may take (`ulimit -v`), None without a limit.
     """
 
     fastserial: str
@@ -97,12 +99,13 @@ class Diagnosis:
     options_problem: str | None
     unknown_variables: tuple[str, ...]
     small_pages: str | None
+    address_space_bytes: int | None
     folder: FolderFacts | None
     findings: tuple[Finding, ...] = ()
 
     @property
     def fast(self) -> bool:
-        """Whether nothing makes saves stock or slow."""
+        """Whether nothing makes saves or loads stock or slow."""
         return not any(finding.slow for finding in self.findings)
 
     def to_json(self) -> str:
@@ -134,6 +137,7 @@ def examine(folder: Path | None = None) -> Diagnosis:
         options_problem=problem,
         unknown_variables=tuple(config.unknown_variables()),
         small_pages=huge_pages.refused(),
+        address_space_bytes=_address_space(),
         folder=probe_folder(folder) if folder is not None else None,
     )
     return dataclasses.replace(diagnosis, findings=tuple(judge(diagnosis, chosen)))
@@ -185,6 +189,11 @@ def _boot() -> Boot:
     return Boot(os.environ.get(startup.VARIABLE), startup.switch(), probe.returncode == 0)
 
 
+def _address_space() -> int | None:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return limit if limit != resource.RLIM_INFINITY else None
+
+
 def judge(found: Diagnosis, options: Config) -> Iterator[Finding]:
     """Yield the findings, the most serious first."""
     yield from _about_torch(found.torch)
@@ -195,6 +204,12 @@ def judge(found: Diagnosis, options: Config) -> Iterator[Finding]:
             "again",
             f"as root: echo madvise > {SWITCH}; and start the program where they are not switched "
             "off for it",
+        )
+    if found.address_space_bytes is not None:
+        yield _slow(
+            "torch reads every file itself: the address space is limited, and our threads would "
+            "take of it what torch may need",
+            "ulimit -v unlimited; limit memory by a control group, as schedulers of jobs can",
         )
     if found.folder is not None:
         yield from _about_folder(found.folder, options)

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from threading import Event
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -29,8 +30,9 @@ from fastserial.errors import (
 _T = TypeVar("_T")
 _CHUNK = 8 * 1024 * 1024
 _CONCURRENT = 4  # parts under way; with `_CHUNK` some 32 MiB of memory
-_TIMEOUT = 60.0  # seconds for which a request to read is tried again,
-_ONE_CALL = 2.0  # by calls of so many: Python sees Ctrl-C between two calls of obstore's only
+_PIECE = 64 * 1024  # of a part, taken at once as it arrives
+_TIMEOUT = 60.0  # seconds without a byte for which a request to read is tried again,
+_ONE_CALL = 2.0  # by calls of so many: Python sees Ctrl-C between two calls, or pieces, only
 _MOST_PARTS = 9_000  # S3 takes 10,000 for one object
 # What fsspec's packages call the tag of an object, or the time at which it was written.
 _TAGS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "Last-Modified", "created")
@@ -75,8 +77,8 @@ class RemoteFolder(Protocol):
             FileNotFoundError: there is none of this name.
         """
 
-    def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Return some bytes of an object.
+    def read(self, name: str, offset: int, nbytes: int) -> Iterator[bytes]:
+        """Return some bytes of an object, in pieces as they arrive.
 
         Raises:
             FileNotFoundError: there is none of this name.
@@ -125,7 +127,7 @@ class _ObstoreFolder:
         self._obstore = obstore
         self._errors = (BaseError, OSError)
         retry = {"max_retries": 1_000, "retry_timeout": timedelta(seconds=timeout)}
-        local = urlsplit(url).scheme == "file"
+        self._is_local = local = urlsplit(url).scheme == "file"
         options: dict[str, Any] = {"mkdir": create} if local else {"retry_config": retry}
         try:
             self._store: Any = obstore.store.from_url(url, **options)
@@ -169,11 +171,19 @@ class _ObstoreFolder:
         found = self._try(f"{name} cannot be read", lambda: self._obstore.head(self._store, name))
         return int(found["size"]), found["e_tag"] or found["last_modified"]
 
-    def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        def part() -> bytes:
-            return bytes(self._obstore.get_range(self._store, name, start=offset, length=nbytes))
+    def read(self, name: str, offset: int, nbytes: int) -> Iterator[bytes]:
+        def pieces() -> Iterator[Any]:
+            if self._is_local:  # a stream of it has pieces of 8 KiB, and takes three times as long
+                part = self._obstore.get_range(self._store, name, start=offset, length=nbytes)
+                return iter([part])
+            options = {"range": (offset, offset + nbytes)}
+            found = self._obstore.get(self._store, name, options=options)
+            return iter(found.stream(min_chunk_size=_PIECE))
 
-        return self._try(f"{name} cannot be read", part)
+        what = f"{name} cannot be read"
+        found = self._try(what, pieces)
+        while piece := self._try(what, lambda: next(found, None)):
+            yield bytes(piece)
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -240,12 +250,12 @@ class _FsspecFolder:
                 raise self._without_ranges(name)
             return int(found["size"]), next((found[key] for key in _TAGS if found.get(key)), None)
 
-    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+    def read(self, name: str, offset: int, nbytes: int) -> Iterator[bytes]:
         with self._named(f"{name} cannot be read"):
             found = self._files.cat_file(self._path(name), start=offset, end=offset + nbytes)
             if len(found) > nbytes:  # the whole file
                 raise self._without_ranges(name)
-            return bytes(found)
+        yield bytes(found)
 
     def _without_ranges(self, name: str) -> RemoteError:
         text = (
@@ -276,7 +286,6 @@ class RemoteSource:
     Attributes:
         name: the URL.
         size: of the object (bytes).
-        is_wanted: whether a request that fails is tried again; cleared when its reader gave up.
     """
 
     def __init__(self, url: str) -> None:
@@ -292,15 +301,25 @@ class RemoteSource:
         if not self._name or (not slash and scheme in _OBSTORE_SCHEMES):
             raise ConfigError(f"{url}: names no file. A URL has the form s3://bucket/path/file")
         self.name = url
-        self.is_wanted = True
         self._pid = os.getpid()
-        parent = f"{scheme}://{folder}"
-        self._folder = self._ask(lambda: remote_folder(parent, _ONE_CALL))
-        self._status = self._ask(lambda: self._folder.status(self._name))
+        try:
+            self._folder = remote_folder(f"{scheme}://{folder}", _ONE_CALL)
+        except FileNotFoundError as error:
+            raise _not_found(url) from error
+        self._status = self._ask_status()
         self.size = self._status[0]
 
-    def _ask(self, call: Callable[[], _T]) -> _T:
-        """Return what a call of the store returns; it is repeated if it gave up only after a while.
+    def _ask_status(self) -> tuple[int, Any]:
+        return self._ask(lambda: self._folder.status(self._name), Event())
+
+    def _ask(self, call: Callable[[], _T], stop: Event) -> _T:
+        """Return what a call of the store returns.
+
+        A call of obstore's that gave up, having tried for some time, is repeated. All other errors
+        are final.
+
+        Args:
+            stop: set when the reader gave up.
 
         Raises:
             FileNotFoundError: there is no such object.
@@ -315,12 +334,13 @@ class RemoteSource:
                 raise _not_found(self.name) from error
             except RemoteError:
                 now = monotonic()
-                if now - began < _ONE_CALL or now > until or not self.is_wanted:
+                gave_up = isinstance(self._folder, _ObstoreFolder) and now - began >= _ONE_CALL
+                if not gave_up or now > until or stop.is_set():
                     raise
 
     def is_changed(self) -> bool:
         """Return whether the object was replaced since it was opened; errors as of `read_at`."""
-        return self._ask(lambda: self._folder.status(self._name)) != self._status
+        return self._ask_status() != self._status
 
     def check_unchanged(self) -> None:
         """Raise if the object was replaced since it was opened.
@@ -333,24 +353,23 @@ class RemoteSource:
         if self.is_changed():
             raise CorruptCheckpointError("it changed while it was read", path=self.name)
 
-    def read_at(self, offset: int, nbytes: int) -> bytes:
+    def read_at(self, offset: int, nbytes: int, stop: Event | None = None) -> bytes:
         """Return `nbytes` bytes from `offset` on.
+
+        Args:
+            stop: set by another thread that does not want them any more.
 
         Raises:
             TruncatedCheckpointError: there are not as many.
-            RemoteError: the store fails.
+            RemoteError: the store fails, or `stop` was set.
             ConfigError: this process was forked after the object was opened.
         """
         data = bytearray(max(0, nbytes))
-        self._fill(memoryview(data), offset)
+        self.read_to(memoryview(data), offset, stop)
         return bytes(data)
 
-    def read_to(self, view: memoryview, offset: int) -> None:
-        """Fill host memory with the bytes from `offset` on; errors as of `read_at`."""
-        self.is_wanted = True
-        self._fill(view, offset)
-
-    def _fill(self, view: memoryview, offset: int) -> None:
+    def read_to(self, view: memoryview, offset: int, stop: Event | None = None) -> None:
+        """Fill host memory with the bytes from `offset` on, as `read_at`."""
         if os.getpid() != self._pid:  # without the store's threads no answer would come
             raise ConfigError(
                 f"{self.name}: it was opened before this process was forked. Open it in this "
@@ -360,12 +379,10 @@ class RemoteSource:
         if offset < 0 or offset + nbytes > self.size:
             raise TruncatedCheckpointError(f"the file ends at byte {self.size}: truncated")
 
+        stop = stop or Event()
+
         def part(start: int) -> None:
-            length = min(_CHUNK, nbytes - start)
-            found = self._ask(lambda: self._folder.read(self._name, offset + start, length))
-            if len(found) != length:
-                raise TruncatedCheckpointError("the file became shorter while it was read")
-            view[start : start + length] = found
+            self._fill(view[start : start + _CHUNK], offset + start, stop)
 
         if nbytes <= _CHUNK:
             for start in range(0, nbytes, _CHUNK):
@@ -375,9 +392,32 @@ class RemoteSource:
             try:
                 list(threads.map(part, range(0, nbytes, _CHUNK)))
             except BaseException:
-                self.is_wanted = False
+                stop.set()
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
+
+    def _fill(self, view: memoryview, offset: int, stop: Event) -> None:
+        """Fill memory of at most a part; after an error, what is still missing is asked for."""
+        done = 0
+
+        def arrive() -> None:
+            nonlocal done
+            before = done
+            try:
+                for piece in self._folder.read(self._name, offset + done, len(view) - done):
+                    view[done : done + len(piece)] = piece
+                    done += len(piece)
+                    if stop.is_set():
+                        raise RemoteError(f"{self.name}: its reader gave up")
+            except RemoteError:
+                if done == before or stop.is_set():
+                    raise
+            else:
+                if done < len(view):
+                    raise TruncatedCheckpointError("the file became shorter while it was read")
+
+        while done < len(view):
+            self._ask(arrive, stop)
 
 
 class ReadAhead(io.RawIOBase):
@@ -398,6 +438,7 @@ class ReadAhead(io.RawIOBase):
         self._at = 0
         self._parts: dict[int, Future[bytes]] = {}  # by their number, the one used last at the end
         self._threads = ThreadPoolExecutor(_CONCURRENT)
+        self._stop = Event()
 
     def readable(self) -> bool:
         return True
@@ -418,13 +459,15 @@ class ReadAhead(io.RawIOBase):
             number, start = divmod(self._at, _CHUNK)
             if not view or self._at >= self.size:
                 return 0
+            if self.failed is not None:
+                raise self.failed
             found = self._part(number)[start : start + len(view)]
             view[: len(found)] = found
             self._at += len(found)
             return len(found)
         except BaseException as error:
             self.failed = self.failed or error
-            self._source.is_wanted = False
+            self._stop.set()
             raise
 
     def _part(self, number: int) -> memoryview:
@@ -434,7 +477,7 @@ class ReadAhead(io.RawIOBase):
             if part is None:
                 start = wanted * _CHUNK
                 nbytes = min(_CHUNK, self.size - start)
-                part = self._threads.submit(self._source.read_at, start, nbytes)
+                part = self._threads.submit(self._source.read_at, start, nbytes, self._stop)
             self._parts[wanted] = part
         for old in [one for one in self._parts if one != count - 1][: -2 * _CONCURRENT]:
             self._parts.pop(old).cancel()
@@ -442,6 +485,8 @@ class ReadAhead(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
+            self._stop.set()
+            self._parts.clear()
             self._threads.shutdown(wait=False, cancel_futures=True)
         super().close()
 

@@ -45,6 +45,9 @@ class _Open(threading.local):
 
 _open = _Open()
 _LEGACY = Reason("the legacy container", "save it again in torch's zip format")
+NO_PLAIN_FILE = Reason(
+    "not a plain file on a file system", "load from a path, or a plain file object"
+)
 
 
 class LoadSession:
@@ -56,6 +59,7 @@ class LoadSession:
         self.began = perf_counter()
         self.file: BinaryIO | None = None
         self.source: FileSource | None = None
+        self.head: bytes | None = None  # of another file than a plain one
         self.used = False  # `_load` has asked for it
         self.container = "zip"
         self.fallback: str | None = None
@@ -73,6 +77,10 @@ class LoadSession:
         if self.source is not None and self.source.size <= SHORT_LOAD:
             # our objects would bring the next garbage collection nearer, which may take as long
             self.pause.begin()
+        if self.source is None:  # what torch does next, with the same errors
+            start = file.tell()
+            self.head = file.read(len(LOCAL_SIGNATURE))
+            file.seek(start)
         _open.loads.append(weakref.ref(self))
         return file
 
@@ -90,14 +98,15 @@ class LoadSession:
 
         A zip that it did not load holds TorchScript, or torch only looked at it.
         """
-        source = self.source
-        try:
-            if source is None or os.pread(source.fd, 4, source.start) == LOCAL_SIGNATURE:
+        source, head = self.source, self.head
+        self.container, self.fallback = "legacy", NO_PLAIN_FILE
+        if source is not None:
+            self.fallback = _LEGACY
+            try:
+                head = os.pread(source.fd, len(LOCAL_SIGNATURE), source.start)
+            except OSError:  # the program has closed it
                 return False
-        except OSError:  # the program has closed it
-            return False
-        self.container, self.fallback = "legacy", _LEGACY
-        return True
+        return head != LOCAL_SIGNATURE
 
     def _release(self) -> None:
         self.pause.end()

@@ -33,6 +33,7 @@ from fastserial.formats.zip_format import (
 from fastserial.interrupts import raised_by_handler
 from fastserial.loading.prefetch import FastZipReader, Prefetch
 from fastserial.loading.session import (
+    NO_PLAIN_FILE,
     LoadSession,
     current_session,
     device_of,
@@ -42,10 +43,6 @@ from fastserial.loading.unpickler import unpickler_module
 from fastserial.reasons import ASKED, QUICKER, Reason
 
 __all__ = ["open_source", "unpickler_module", "zip_reader"]
-
-_NO_PLAIN_FILE = Reason(
-    "not a plain file on a file system", "load from a path, or a plain file object"
-)
 
 _log = logging.getLogger("fastserial")
 
@@ -105,7 +102,7 @@ def _torchs_own(map_location: Any, overall_storage: Any) -> Reason | None:
 def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
     source, config = load.source, load.config
     if source is None:
-        load.fallback = _NO_PLAIN_FILE
+        load.fallback = NO_PLAIN_FILE
         return stock
     if source.start:
         what = "the archive does not start at byte 0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,13 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def healthy() -> Diagnosis:
     """A machine and a folder without a fault."""
     folder = FolderFacts("/data", None, "ext4", "sda", 1 << 40, DirectAlignment(4, 512, True))
+    well: dict[str, Any] = {"small_pages": None, "address_space_bytes": None, "findings": ()}
     patched = Torch("2.13.0", "v2.13", True, ("torch.serialization._save",))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(examine_module, "_torch", lambda: patched)
         patch.setattr(examine_module, "_boot", lambda: Boot(None, None, True))
         patch.setattr(examine_module.config, "unknown_variables", list)
-        return dataclasses.replace(examine(), folder=folder, small_pages=None, findings=())
+        return dataclasses.replace(examine(), folder=folder, **well)
 
 
 def texts(found: Diagnosis, **options: Any) -> list[Finding]:
@@ -84,6 +86,14 @@ def test_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     found = examine()
     assert found.folder is None
     assert found.fast
+
+
+def test_limited_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 40, resource.RLIM_INFINITY))
+    found = examine()
+    assert found.address_space_bytes == 1 << 40
+    assert any("ulimit -v" in finding.remedy for finding in found.findings)
+    assert not found.fast
 
 
 def test_folder_missing(tmp_path: Path) -> None:
@@ -169,6 +179,7 @@ def test_folder_findings(healthy: Diagnosis, folder: dict[str, Any], word: str, 
         ({"options_problem": "FASTSERIAL_DIRECT: what?"}, "FASTSERIAL_DIRECT", "fails"),
         ({"unknown_variables": ("FASTSERIAL_X",)}, "FASTSERIAL_X", False),
         ({"small_pages": "the kernel says never"}, "huge pages", True),
+        ({"address_space_bytes": 1 << 33}, "address space", True),
         ({"boot": Boot("0", False, True)}, "off", True),
         ({"boot": Boot("1", True, False)}, "no effect", True),
         ({"boot": Boot("maybe", None, True)}, "neither", True),

@@ -6,6 +6,8 @@ import functools
 import http.server
 import os
 import threading
+import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,6 +163,44 @@ def test_inspect_and_verify(bucket: str, tmp_path: Path, read: list[tuple[int, i
     assert "damaged" in problem.message
 
 
+def of_another_program(of_torch: Path, method: int) -> str:
+    """Write an archive anew as a zip program does; return its name."""
+    path = of_torch.with_name("others.pt")
+    with zipfile.ZipFile(of_torch) as old, zipfile.ZipFile(path, "w", method) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name), compresslevel=1)
+    return path.name
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_verify_of_the_archive_of_another_program(
+    bucket: str,
+    tmp_path: Path,
+    read: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    method: int,
+) -> None:
+    """Each byte is read once, and what fails on the way is no damage."""
+    monkeypatch.setattr(remote, "_CHUNK", 1 << 20)
+    name = of_another_program(tmp_path / "x.pt", method)
+    threads = threading.active_count()
+    assert fastserial.verify(f"{bucket}/{name}").ok
+    assert sum(nbytes for _, nbytes in read) < 1.2 * (tmp_path / name).stat().st_size
+    assert len(read) < 1.5 * len(STATE) + 24  # one for each record's header
+    while threading.active_count() > threads:  # those of the read-ahead end
+        time.sleep(0.01)
+
+    def fail() -> None:
+        raise RemoteError("down")
+
+    total = len(read)
+    for number in (1, total // 2, total - 5, total - 2):
+        with monkeypatch.context() as patch:
+            at_read(patch, number, fail)
+            report = fastserial.verify(f"{bucket}/{name}")
+            assert (report.status, report.notes[-1]) == ("unreadable", "down"), number
+
+
 def test_safetensors(bucket: str, tmp_path: Path) -> None:
     save_file = pytest.importorskip("safetensors.torch").save_file
     save_file({"a": STATE["weight"]}, tmp_path / "x.safetensors")
@@ -207,9 +247,59 @@ def test_a_store_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(asked) > 1
 
 
-def test_a_server_that_ignores_ranges(tmp_path: Path) -> None:
-    """Its whole file is never taken for a part of it."""
+def test_a_connection_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrived is kept, and only the rest is asked for again."""
+    pytest.importorskip("obstore")
+    data = os.urandom(3_500_000)
+    asked: list[int] = []
+
+    class Cut(http.server.BaseHTTPRequestHandler):
+        def answer(self, code: int, nbytes: int) -> None:
+            self.send_response(code)
+            headers = {"ETag": '"x"', "Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}
+            for name, value in {"Content-Length": str(nbytes), **headers}.items():
+                self.send_header(name, value)
+
+        def do_HEAD(self) -> None:
+            self.answer(200, len(data))
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            start, last = map(int, self.headers["Range"].split("=")[1].split("-"))
+            asked.append(start)
+            self.answer(206, last + 1 - start)
+            self.send_header("Content-Range", f"bytes {start}-{last}/{len(data)}")
+            self.end_headers()
+            self.wfile.write(data[start : min(start + 1_000_000, last + 1)])
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(remote, "_ONE_CALL", 0.0)  # obstore does not try again
+    monkeypatch.setattr(remote, "_TIMEOUT", 0.0)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Cut) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+            monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+            monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+            source = remote.RemoteSource("s3://bucket/x.pt")
+            assert source.read_at(0, len(data)) == data
+        finally:
+            server.shutdown()
+    assert asked == sorted(asked)
+    assert 2 < len(asked) < 6
+
+
+def test_a_server_that_ignores_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its whole file is never taken for a part of it, nor asked for again."""
     pytest.importorskip("aiohttp")
+    monkeypatch.setattr(remote, "_ONE_CALL", 0.0)
+    asked: list[str] = []
+    real = remote._FsspecFolder.status
+    monkeypatch.setattr(
+        remote._FsspecFolder, "status", lambda *args: asked.append(args[1]) or real(*args)
+    )
     torch.save(STATE, tmp_path / "x.pt")
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -222,6 +312,7 @@ def test_a_server_that_ignores_ranges(tmp_path: Path) -> None:
             assert fastserial.verify(url).status == "unreadable"
         finally:
             server.shutdown()
+    assert len(asked) == 4
 
 
 @pytest.mark.parametrize("url", ["unknown://x/y.pt", "s3://bucketonly", "s3://bucket/folder/"])

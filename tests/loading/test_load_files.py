@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -110,6 +111,22 @@ def test_file_objects(fmt: str, opener: str, value: Any, tmp_path: Path) -> None
             torch.load(file)
         report = last_report()
         assert (report.engine, report.fallback) == ("threads", None)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_file_that_is_not_plain_is_reported(fmt: str, tmp_path: Path) -> None:
+    torch.save(VALUE, tmp_path / "plain.pt")
+    data = stock_bytes(VALUE, fmt)
+    with fast(verify_on_load=True):
+        for file in (io.BytesIO(data), gzip.GzipFile(fileobj=io.BytesIO(gzip.compress(data, 1)))):
+            torch.load(tmp_path / "plain.pt")
+            torch.load(file)
+            report = last_report()
+            assert (report.path, report.container) == (repr(file), fmt)
+            assert "not a plain file" in str(report.fallback)
+        torch.load(tmp_path / "plain.pt")
+        torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(stock_bytes(VALUE, "zip")))
+        assert last_report().path == str(tmp_path / "plain.pt")
 
 
 @pytest.mark.parametrize("opener", ["plain", "unbuffered", "read_write", "memory", "fsspec"])

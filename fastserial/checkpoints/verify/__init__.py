@@ -5,6 +5,7 @@ Nothing is unpickled and torch is not needed. Files that stock torch wrote can b
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -136,7 +137,8 @@ def _verify_source(source: RemoteSource, report: VerifyReport) -> None:
     report.bytes = source.size
     found = detect(source, source.name)
     if found in (Format.ZIP, Format.DAMAGED_ZIP):
-        verify_zip(RemotePart(source), report)
+        with contextlib.closing(RemotePart(source)) as archive:
+            verify_zip(archive, report)
     elif found is Format.SAFETENSORS:
         report.format = found.value
         report.notes.append("safetensors files have no checksums: structure only")

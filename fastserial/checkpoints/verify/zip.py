@@ -52,6 +52,7 @@ class FilePart:
 
     Attributes:
         source: the bytes.
+        ordered: the same, for reads in the order of the file.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class FilePart:
         if self._is_small:
             with contextlib.suppress(OSError):  # then it is read record by record
                 self.source = BytesSource(self.source.read_at(0, self.source.size))
+        self.ordered = self.source
 
     def checksums(self, spans: Sequence[Span]) -> list[int | OSError | None]:
         """Return the CRC-32 of each span, an error if it cannot be read, None if it is cut short.
@@ -100,14 +102,28 @@ class FilePart:
 
 
 class RemotePart:
-    """A file at a URL, which is read ahead, in its order.
+    """A file at a URL, as `FilePart`; close it.
 
-    Attributes:
-        size: of the file (bytes).
+    Its directory is read in small ranges, and all of it once, in its order, with a read-ahead.
     """
 
     def __init__(self, remote: RemoteSource) -> None:
-        self.source: Source = self
+        self.source: Source = remote
+        self.ordered: _Ahead = _Ahead(remote)
+
+    def checksums(self, spans: Sequence[Span]) -> Iterator[int | OSError | None]:
+        """Yield the CRC-32 of each span, as `FilePart.checksums`, read when it is asked for."""
+        return (_crc_alone(self.ordered, *span) for span in spans)
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self.ordered.close()
+
+
+class _Ahead:
+    """A remote file that is read ahead, as a `Source`."""
+
+    def __init__(self, remote: RemoteSource) -> None:
         self.size = remote.size
         self._file = io.BufferedReader(ReadAhead(remote))
 
@@ -118,9 +134,8 @@ class RemotePart:
         self._file.seek(offset)
         return self._file.read(nbytes)
 
-    def checksums(self, spans: Sequence[Span]) -> Iterator[int | OSError | None]:
-        """Yield the CRC-32 of each span, as `FilePart.checksums`, read when it is asked for."""
-        return (_crc_alone(self, *span) for span in spans)
+    def close(self) -> None:
+        self._file.close()
 
 
 def _crc_alone(source: Source, start: int, nbytes: int) -> int | OSError | None:
@@ -172,25 +187,24 @@ def verify_zip(archive: FilePart | RemotePart, report: VerifyReport) -> None:
     source, report.format = archive.source, "zip"
     directory = read_directory(source, headers=False)
     torch_made = _is_torch_made(source, directory)
-    if not torch_made:
-        directory = read_directory(source)
+    if not torch_made and not all(any(record.stamp) for record in directory.records):
+        directory = read_directory(source)  # else all local headers were read
     records = directory.in_file_order()
     report.records = len(records)
     outline = _outline(source, directory, report)
     problems = list(_check_ends(source, directory, torch_made))
+    as_stored = [record for record in records if not _is_inflated(record)]
     crcs = iter(
-        archive.checksums([(record.data_offset, record.compressed_size) for record in records])
+        archive.checksums([(record.data_offset, record.compressed_size) for record in as_stored])
     )
     for before, after in zip((None, *records), (*records, None), strict=True):
         if torch_made:
-            problems += _check_gap(source, before, after, directory.end.directory_offset)
+            problems += _check_gap(archive.ordered, before, after, directory.end.directory_offset)
         if after is None:
             continue
         if not torch_made:
-            problems += _check_loosely(source, after)
-        crc = next(crcs)
-        if after.method == DEFLATED and _can_be_checked(after):
-            crc = _inflated_crc(source, after)
+            problems += _check_loosely(archive.ordered, after)
+        crc = _inflated_crc(archive.ordered, after) if _is_inflated(after) else next(crcs)
         problems += _check_record(after, crc, report)
     problems.sort(key=lambda problem: problem.offset or 0)
     for problem in problems:
@@ -286,13 +300,24 @@ def _check_storages(outline: Outline, report: VerifyReport) -> None:
 
 
 def _inflated_crc(source: Source, record: RecordEntry) -> int | OSError | None:
-    """Return the CRC-32 of a deflated record, None if it is not well-formed."""
+    """Return the CRC-32 of a deflated record, None if it is not well-formed.
+
+    Raises:
+        RemoteError: a remote store fails, which is no damage.
+    """
     try:
         return crc32(read_record(source, record, _MOST_INFLATED))
     except CorruptCheckpointError:
         return None
+    except RemoteError:
+        raise
     except OSError as error:
         return error
+
+
+def _is_inflated(record: RecordEntry) -> bool:
+    """Return whether the checksum of its bytes is one of what they decompress to."""
+    return record.method == DEFLATED and _can_be_checked(record)
 
 
 def _can_be_checked(record: RecordEntry) -> bool:
