@@ -95,6 +95,7 @@ def described(error: Exception) -> dict[str, Any]:
 
 def save_to_any(job: dict[str, Any]) -> None:
     """Save states of three sizes to files that other threads and processes save to."""
+    torch.set_num_threads(1)  # at their first operation threads may race for the pool's size
 
     def work(thread: int) -> None:
         first = job["first"] + 1000 * thread
