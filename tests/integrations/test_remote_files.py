@@ -335,7 +335,7 @@ def test_what_urls_do_not_take(bucket: str, tmp_path: Path) -> None:
     assert report.ok
     assert report.seconds > 0
     assert "cold" in report.notes[0]
-    with pytest.raises(ConvertError, match="download it first"):
+    with pytest.raises(ConvertError, match="download or upload it"):
         fastserial.convert(f"{bucket}/x.pt", tmp_path / "x.safetensors")
 
 
