@@ -700,6 +700,8 @@ def open_path(
         reason = why.reason
     except OSError as error:
         target = target or PathTarget(name, name, None)
+        if error.errno in (errno.ENOENT, errno.EACCES) and not _is_there_still(target):
+            return open_path(path, durable, replace_link, named)
         full = error.errno == errno.ENOSPC and linux.is_out_of_inodes(target.where)
         if target.there is None or not full:
             raise save_error(error, target, None) from error
@@ -708,6 +710,19 @@ def open_path(
         text = f"The link cannot be replaced: {reason.with_remedy}; the previous file is intact"
         raise write_error(errno.EPERM, target.name, text)
     return StockWay(reason)
+
+
+def _is_there_still(target: PathTarget) -> bool:
+    """Return whether a target is what it was when it was looked at: nothing, or the same file."""
+    there = target.there
+    if there is None:
+        return True
+    try:
+        found = os.lstat(target.path)
+    except OSError:
+        return False
+    # a new file may have the number of the one that was removed
+    return os.path.samestat(found, there) and found.st_ctime_ns == there.st_ctime_ns
 
 
 def _open_file(file: Any) -> CallersFile | StockWay:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,20 @@ def target(tmp_path: Path) -> Path:
     path.write_bytes(b"old")
     path.chmod(0o660)  # not what a new file has
     return path
+
+
+def test_others_replace_and_remove_the_file_meanwhile(tmp_path: Path) -> None:
+    """As often as it changes between two looks at it, no save fails: stock's does not."""
+
+    def work(number: int) -> None:
+        for _ in range(200):
+            torch.save({"x": number}, tmp_path / "x.pt")
+            with contextlib.suppress(FileNotFoundError):
+                (tmp_path / "x.pt").unlink()
+
+    with fast(durable=False), ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    assert os.listdir(tmp_path) == []
 
 
 # -- leftovers -----------------------------------------------------------------------------------
