@@ -1,4 +1,4 @@
-"""What the site takes from outside of docs/: the README, CONTRIBUTING and CHANGELOG as pages.
+"""Pages of the site from outside of docs/: README, CONTRIBUTING, CHANGELOG, SECURITY.
 
 Their links are written for the repository; here they are made to fit the site.
 """
@@ -16,6 +16,7 @@ _PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    ".github/SECURITY.md": "security-policy.md",
 }
 _NOTE = re.compile(r"^ *<!-- (?:not run|needs): .+ -->\n", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
@@ -38,7 +39,7 @@ def from_root(text: str) -> str:
     """Return a text of the repository's root with links as a page of docs/ has them."""
 
     def linked(match: re.Match[str]) -> str:
-        target = match[1].removeprefix("docs/")
+        target = match[1].removeprefix("../").removeprefix("docs/")
         return _PAGES.get(target, target)
 
     return _LINK.sub(linked, text)
