@@ -6,7 +6,7 @@ import contextlib
 import io
 import pickletools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from fastserial.checkpoints.verify.report import Problem, VerifyReport
@@ -139,23 +139,32 @@ class _Ahead:
 
 
 def _crc_alone(source: Source, start: int, nbytes: int) -> int | OSError | None:
-    """Return the CRC-32 of a span, which the calling thread reads; as `FilePart.checksums`.
+    """Return the CRC-32 of a span, which the calling thread reads; errors as `_crc_or_error`."""
+
+    def read() -> int:
+        crc = 0
+        for at in range(start, start + nbytes, STREAM_CHUNK):
+            length = min(STREAM_CHUNK, start + nbytes - at)
+            crc = crc32(source.read_at(at, length), crc)
+        return crc
+
+    return _crc_or_error(read)
+
+
+def _crc_or_error(read: Callable[[], int]) -> int | OSError | None:
+    """Return what `read` returns, or its error, as `FilePart.checksums`: None if it is damage.
 
     Raises:
         RemoteError: a remote store fails, which is no damage.
     """
-    crc = 0
     try:
-        for at in range(start, start + nbytes, STREAM_CHUNK):
-            length = min(STREAM_CHUNK, start + nbytes - at)
-            crc = crc32(source.read_at(at, length), crc)
+        return read()
     except CorruptCheckpointError:
         return None
     except RemoteError:
         raise
     except OSError as error:
         return error
-    return crc
 
 
 def _crc_of(ledger: CrcLedger, index: int) -> int | None:
@@ -300,19 +309,8 @@ def _check_storages(outline: Outline, report: VerifyReport) -> None:
 
 
 def _inflated_crc(source: Source, record: RecordEntry) -> int | OSError | None:
-    """Return the CRC-32 of a deflated record, None if it is not well-formed.
-
-    Raises:
-        RemoteError: a remote store fails, which is no damage.
-    """
-    try:
-        return crc32(read_record(source, record, _MOST_INFLATED))
-    except CorruptCheckpointError:
-        return None
-    except RemoteError:
-        raise
-    except OSError as error:
-        return error
+    """Return the CRC-32 of a deflated record; errors as `_crc_or_error`."""
+    return _crc_or_error(lambda: crc32(read_record(source, record, _MOST_INFLATED)))
 
 
 def _is_inflated(record: RecordEntry) -> bool:
