@@ -59,6 +59,7 @@ _UNREADABLE = Reason(
 )
 _LOCAL = "save to a local disk, if the file must survive a power cut"
 _MAX_LINKS = 40  # as the kernel's own limit
+_MOST_LOOKS = 100  # at a target that others replace or remove at the same time
 _MOST_WITHOUT_PROC = 1024  # descriptors
 # Types (statfs) that need no trial: these, overlayfs, ramfs, NFS, Ceph, Lustre, GPFS, BeeGFS.
 _CAPABLE = linux.LOCAL | {
@@ -680,6 +681,7 @@ def open_path(
     durable: bool,
     replace_link: bool = False,
     named: bool = False,
+    looks: int = _MOST_LOOKS,
 ) -> Replacement | StockWay:
     """Make a new file for a path, or return why only torch may write there.
 
@@ -688,6 +690,7 @@ def open_path(
         durable: sync the new file and its directory.
         replace_link: a symbolic link at the path is replaced, not the file that it leads to.
         named: make the file under a temporary name, by which other processes can open it.
+        looks: how often to look at a target that others replace or remove meanwhile.
 
     Raises:
         WriteError: nothing can be written there, by torch neither.
@@ -700,8 +703,9 @@ def open_path(
         reason = why.reason
     except OSError as error:
         target = target or PathTarget(name, name, None)
-        if error.errno in (errno.ENOENT, errno.EACCES) and not _is_there_still(target):
-            return open_path(path, durable, replace_link, named)
+        may_be_stale = looks > 1 and error.errno in (errno.ENOENT, errno.EACCES)
+        if may_be_stale and not _is_there_still(target):
+            return open_path(path, durable, replace_link, named, looks - 1)
         full = error.errno == errno.ENOSPC and linux.is_out_of_inodes(target.where)
         if target.there is None or not full:
             raise save_error(error, target, None) from error
