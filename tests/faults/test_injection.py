@@ -162,6 +162,23 @@ def outcome_of(
     return outcome
 
 
+def overwrite(
+    zygote: Zygote, path: Path, job: dict[str, Any], call: str, injection: str
+) -> tuple[Victim, int, bytes]:
+    """Save over a checkpoint, with something injected into a system call.
+
+    Returns:
+        The process, its exit status, and the bytes of the old file.
+    """
+    path.unlink(missing_ok=True)
+    assert zygote.start(path, 1, 1, **job).wait() == 0
+    old = path.read_bytes()
+    victim = zygote.start(path, 2, 1, pause=True, **job)
+    with traced(victim, f"--inject={call}:{injection}", f"--trace={call}"):
+        victim.resume()
+        return victim, victim.wait(), old
+
+
 @pytest.mark.trials(12, 100_000)
 def test_errors(
     plan: list[tuple[str, str, int, str]],
@@ -176,14 +193,8 @@ def test_errors(
     hits = 0
     for name, call, when, error in chosen:
         job, path = _JOBS[name], tmp_path / "x.pt"
-        path.unlink(missing_ok=True)
-        assert zygote.start(path, 1, 1, **job).wait() == 0
-        old = path.read_bytes()
-        victim = zygote.start(path, 2, 1, pause=True, **job)
         injected = f"{call} {when}: {error} ({name})"
-        with traced(victim, f"--inject={call}:error={error}:when={when}", f"--trace={call}"):
-            victim.resume()
-            status = victim.wait()
+        victim, status, old = overwrite(zygote, path, job, call, f"error={error}:when={when}")
         try:
             outcome = outcome_of(zygote, path, victim, status, old, job, injected)
         except AssertionError as error:
@@ -229,12 +240,7 @@ def test_kills(
     hits = 0
     for name, call, when in chosen:
         job, path = _JOBS[name], tmp_path / "x.pt"
-        path.unlink(missing_ok=True)
-        assert zygote.start(path, 1, 1, **job).wait() == 0
-        victim = zygote.start(path, 2, 1, pause=True, **job)
-        with traced(victim, f"--inject={call}:signal=KILL:when={when}", f"--trace={call}"):
-            victim.resume()
-            status = victim.wait()
+        _, status, _ = overwrite(zygote, path, job, call, f"signal=KILL:when={when}")
         if status == 0:
             counts["never reached that call"] += 1
             assert check(path) == 2
