@@ -17,6 +17,9 @@ ranks are durable. If one rank cannot save, all ranks raise and `latest` is unch
 `enable(engine, overlap=True)` writes the files while the next forward and backward pass run, and
 waits for them before the next optimizer step.
 
+`enable(engine, data_parallel=True)` lets all ranks that hold the same model write its file together
+(ZeRO 0 to 2), where stock leaves that to the first of them.
+
 `save_full(engine, path)` writes one ordinary torch file, without DeepSpeed's gather.
 """
 
@@ -30,22 +33,27 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.utils import groups
 
-from fastserial import config
+from fastserial import config, distributed
 from fastserial.checkpoints.save import write
 from fastserial.console import say
+from fastserial.distributed.onefile.saver import TIMEOUT, Writers
+from fastserial.distributed.ranks.group import collective
+from fastserial.distributed.state.walk import leaves
 from fastserial.engines.deepspeed.aio_op import AioSettings
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine as AioEngine
 from fastserial.errors import ConfigError, FastserialError
 from fastserial.files.durable import replace_bytes, sync_folders
-from fastserial.integrations.deepspeed_full import save_full
+from fastserial.integrations.deepspeed_full import save_full, writers_of
 from fastserial.overlap.asynchronous import start_save
 from fastserial.overlap.pending import PendingSave
 
@@ -71,6 +79,20 @@ class CheckpointFailedError(FastserialError, RuntimeError):
     """Another rank could not save its part of a checkpoint; `latest` is unchanged."""
 
 
+class SharedFile(NamedTuple):
+    """Who saves a file together.
+
+    Attributes:
+        group: the ranks that hold the same.
+        writers: which of them write.
+        is_first: this is the rank that writes alone where they cannot.
+    """
+
+    group: torch.distributed.ProcessGroup
+    writers: Writers
+    is_first: bool
+
+
 class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no annotations there
     """Saves through fastserial, and fails on all ranks or on none.
 
@@ -82,7 +104,11 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
     """
 
     def __init__(
-        self, options: Mapping[str, Any], zip_container: bool = True, overlap: bool = False
+        self,
+        options: Mapping[str, Any],
+        zip_container: bool = True,
+        overlap: bool = False,
+        data_parallel: bool = False,
     ) -> None:
         """Make an engine.
 
@@ -90,6 +116,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
             options: as in `fastserial.Config`.
             zip_container: torch's zip format; False is the legacy one.
             overlap: write copies during training (`save_async`).
+            data_parallel: all ranks of a data-parallel group write its model's file.
 
         Raises:
             ConfigError: an option has an unknown name or an impossible value.
@@ -100,6 +127,8 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         self.options = dict(options)
         self.zip_container = zip_container
         self.overlap = overlap
+        self.data_parallel = data_parallel
+        self.shared: SharedFile | None = None  # while a file of several ranks is saved
         self.info: CheckpointCommitInfo | None = None
         self._uncommitted = False
         self._saves: list[PendingSave] = []
@@ -130,17 +159,41 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
 
     def save(self, state_dict: object, path: str) -> None:
         """Write one file, or start to. It is durable after `commit`, or that raises."""
-        if self._failure is not None:
+        if self._failure is not None and self.shared is None:
             return
         try:
             with config.options(**self.options):
+                if self.shared is not None and self._save_shared(state_dict, path, self.shared):
+                    return
                 if self.overlap:
-                    form = {"_use_new_zipfile_serialization": self.zip_container}
-                    self._saves.append(start_save(state_dict, path, None, form))
+                    save = start_save(state_dict, path, None, zip_container=self.zip_container)
+                    self._saves.append(save)
                 else:
                     write(state_dict, path, zip_container=self.zip_container)
         except Exception as error:
             self.fail(error)
+
+    def _save_shared(self, state_dict: object, path: str, shared: SharedFile) -> bool:
+        """Save one file from several ranks, each of which calls this.
+
+        Returns:
+            Whether this rank is done. If one of them cannot, the first rank saves alone.
+        """
+        group, writers = shared.group, shared.writers
+        try:
+            with collective(group, TIMEOUT):
+                if leaves(state_dict).live:
+                    raise ConfigError("it holds a module or an optimizer as an object")
+            if self.overlap:
+                save = distributed.save_async(state_dict, path, group=group, writers=writers)
+                self._saves.append(save)
+            else:
+                distributed.save(state_dict, path, group=group, writers=writers)
+        except Exception as error:
+            text = f"{path}: one rank writes it alone, as without data_parallel: {error}"
+            warnings.warn(text, UserWarning, stacklevel=2)
+            return not shared.is_first
+        return True
 
     def fail(self, error: BaseException) -> None:
         """Let `commit` raise on all ranks; the first error is kept."""
@@ -171,6 +224,11 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         failure, self._failure = self._failure, None
         _raise_on_all(failure, f"checkpoint {info.tag}")
         return True
+
+    def forget(self) -> None:
+        """Leave out the checkpoint that was begun: it is not complete, and nothing names it."""
+        self._uncommitted = False
+        self._saves = []
 
     def conclude(self) -> None:
         """Commit the pending checkpoint, and let `latest` name it. Every rank must call it.
@@ -236,7 +294,9 @@ def _raise_on_all(failure: BaseException | None, what: str) -> None:
         raise CheckpointFailedError(f"{what} is not complete, `latest` is unchanged. {failures}")
 
 
-def enable(engine: Any, /, *, overlap: bool = False, **options: Any) -> Any:
+def enable(
+    engine: Any, /, *, overlap: bool = False, data_parallel: bool = False, **options: Any
+) -> Any:
     """Let a DeepSpeed engine save through fastserial, and return it. Call it on every rank.
 
     Args:
@@ -244,19 +304,26 @@ def enable(engine: Any, /, *, overlap: bool = False, **options: Any) -> Any:
         overlap: write copies while the next forward and backward pass run; the next optimizer
             step waits for the files of all ranks, and raises what went wrong. Call
             `engine.destroy()` at the end.
+        data_parallel: under ZeRO 0 to 2 the file of the model is written by all ranks that hold
+            it (with DeepSpeed's "checkpoint.writer.data_parallel": "machine" by one of each node),
+            as the first rank has it. Where they cannot, the first writes alone, and a warning says
+            why.
         options: as in `fastserial.Config`.
 
     Raises:
         ConfigError: an option has an unknown name or an impossible value; or the engine was made
             with a checkpoint writer of DeepSpeed's, which decides which ranks write what.
     """
-    if not isinstance(overlap, bool):
-        raise ConfigError(f"overlap must be True or False, not {overlap!r}")
+    for name, value in (("overlap", overlap), ("data_parallel", data_parallel)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} must be True or False, not {value!r}")
     current = engine.checkpoint_engine
     if isinstance(current, FastserialCheckpointEngine):
         config.current(**options)
         current.conclude()
         current.options, current.overlap = dict(options), overlap
+        current.data_parallel = data_parallel
+        _warn_if_alone(engine)
         return engine
     if not isinstance(current, TorchCheckpointEngine):
         raise ConfigError(
@@ -265,7 +332,10 @@ def enable(engine: Any, /, *, overlap: bool = False, **options: Any) -> Any:
             "fastserial.integrations.deepspeed.install() before deepspeed.initialize"
         )
     zip_container = getattr(current, "zipfile_serialization", True)
-    engine.checkpoint_engine = FastserialCheckpointEngine(options, zip_container, overlap)
+    engine.checkpoint_engine = FastserialCheckpointEngine(
+        options, zip_container, overlap, data_parallel
+    )
+    _warn_if_alone(engine)
     for name, method in _METHODS.items():
         bound = functools.partial(method, engine)
         setattr(engine, name, functools.update_wrapper(bound, getattr(type(engine), name)))
@@ -281,6 +351,44 @@ def disable(engine: Any) -> None:
             delattr(engine, name)
 
 
+def _why_alone(engine: Any) -> str | None:
+    """Return why the file of the model has one writer, None if several ranks can write it."""
+    if engine.has_moe_layers:
+        return "the experts have files of their own"
+    if isinstance(engine.module, PipelineModule):
+        return "a pipeline's stages save a file for each layer"
+    if engine.use_node_local_storage():
+        return 'with "use_node_local_storage" each node has a file of its own'
+    if not engine.checkpoint_engine.zip_container:
+        return 'the legacy format has one writer; set "checkpoint_serialization" to true'
+    return None
+
+
+def _warn_if_alone(engine: Any) -> None:
+    why = _why_alone(engine)
+    if engine.checkpoint_engine.data_parallel and why is not None:
+        warnings.warn(f"data_parallel has no effect: {why}", UserWarning, stacklevel=3)
+
+
+def _save_model(engine: Any, *arguments: Any, **named: Any) -> Any:
+    """Call DeepSpeed's method that saves the model, on several ranks with one path.
+
+    Under ZeRO 3 each rank has a file of its own.
+    """
+    ours, stock = engine.checkpoint_engine, type(engine)._save_checkpoint
+    is_divided = engine.zero_optimization_partition_weights()
+    group = groups._get_sequence_data_parallel_group()
+    alone = dist.get_world_size(group=group) == 1 or _why_alone(engine) is not None
+    if not ours.data_parallel or is_divided or alone:
+        return stock(engine, *arguments, **named)
+    by_stock, engine.save_non_zero_checkpoint = engine.save_non_zero_checkpoint, True
+    ours.shared = SharedFile(group, writers_of(engine), by_stock)
+    try:
+        return stock(engine, *arguments, **named)
+    finally:
+        engine.save_non_zero_checkpoint, ours.shared = by_stock, None
+
+
 def _save_checkpoint(
     engine: Any,
     save_dir: str,
@@ -290,12 +398,17 @@ def _save_checkpoint(
     exclude_frozen_parameters: bool = False,
 ) -> Any:
     """Call DeepSpeed's method, but write `latest` ourselves: DeepSpeed truncates the old one."""
-    stock = type(engine).save_checkpoint
-    later = engine.checkpoint_engine.is_decoupled()
+    stock, ours = type(engine).save_checkpoint, engine.checkpoint_engine
+    later, before = ours.is_decoupled(), ours.info
     by_stock = save_latest and later  # then DeepSpeed only records that
-    done = stock(engine, save_dir, tag, client_state or {}, by_stock, exclude_frozen_parameters)
+    try:
+        done = stock(engine, save_dir, tag, client_state or {}, by_stock, exclude_frozen_parameters)
+    except BaseException:
+        if ours.info is not before:
+            ours.forget()
+        raise
     if save_latest and not later:
-        engine.checkpoint_engine.write_latest(save_dir)
+        ours.write_latest(save_dir)
     return done
 
 
@@ -320,6 +433,7 @@ def _load_checkpoint(engine: Any, *arguments: Any, **named: Any) -> Any:
 
 _METHODS: dict[str, Callable[..., Any]] = {
     "save_checkpoint": _save_checkpoint,
+    "_save_checkpoint": _save_model,
     "_copy_recovery_script": _copy_recovery_script,
     "_commit_decoupled_checkpoint": _commit_decoupled_checkpoint,
     "load_checkpoint": _load_checkpoint,
@@ -377,7 +491,8 @@ def _take_writer(settings: Mapping[str, Any], options: dict[str, Any]) -> list[s
     if not isinstance(writer, Mapping):
         return []
     given = dict(writer)
-    given.pop("data_parallel", None)  # `save_full` asks for it
+    if given.pop("data_parallel", None) is not None:
+        options.setdefault("data_parallel", True)
     if given.pop("decoupled", False):
         options.setdefault("overlap", True)
     if given.pop("show_statistics", False):

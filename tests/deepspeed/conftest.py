@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import random
-import socket
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support import processes
+from said import Launch, Said, told
+from support import processes, ranks
 
 from fastserial.engines.deepspeed.aio_op import load_op, missing
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+sys.path.insert(0, str(processes.program("train").parent))  # some import it
 # The others import it. `test_available` says why they are not there.
 if any("DeepSpeed is not installed" in lack for lack in missing()):
     _names = os.listdir(os.path.dirname(__file__))
@@ -51,49 +48,13 @@ def make_handle(op: Any) -> Callable[..., Any]:
     return make
 
 
-def free_port() -> int:
-    """Return a port that nobody uses, and that the kernel gives nobody who asks for any."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 30_000)
-        with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(("127.0.0.1", port))
-            return port
-
-
 @pytest.fixture(scope="session")
-def launch() -> Callable[..., list[dict[str, Any]]]:
-    """Runs a program on one or two ranks and returns what they said."""
+def launch() -> Iterator[Launch]:
+    """Runs `train` on one or two ranks and returns what they said."""
+    server = ranks.Server("deepspeed")
 
-    def run(
-        world: int, *arguments: object, program: str = "train.py", **variables: str
-    ) -> list[dict[str, Any]]:
-        shared = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(world),
-            "OMP_NUM_THREADS": "1",
-            **variables,
-        }
-        words = (Path(__file__).with_name(program), *arguments)
-        running = [
-            processes.start(
-                *words,
-                variables={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stderr=subprocess.PIPE,
-            )
-            for rank in range(world)
-        ]
-        said: list[dict[str, Any]] = []
-        try:
-            for rank, process in enumerate(running):
-                out, err = process.communicate(timeout=240)
-                said += [json.loads(line[1:]) for line in out.splitlines() if line[:1] == "@"]
-                said.append({"rank": rank, "exit": process.returncode, "stderr": err[-4000:]})
-        finally:
-            for process in running:
-                if process.returncode is None:
-                    process.kill()
-                    process.communicate()
-        return said
+    def run(world: int, *arguments: object) -> Said:
+        return told(ranks.Job("train", world, *arguments, server=server).wait())
 
-    return run
+    yield run
+    server.close()

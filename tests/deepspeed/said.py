@@ -1,10 +1,24 @@
-"""What the ranks of `train.py` said."""
+"""What the ranks of the program `train` said."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from support.processes import Ended
+
 Said = list[dict[str, Any]]
+Launch = Callable[..., Said]
+
+
+def told(ended: Sequence[Ended]) -> Said:
+    """What they printed as JSON, and how they ended."""
+    said: Said = []
+    for rank, one in enumerate(ended):
+        said += [json.loads(line[1:]) for line in one.out.splitlines() if line[:1] == "@"]
+        said.append({"rank": rank, "exit": one.code, "stderr": one.err[-4000:]})
+    return said
 
 
 def losses(said: Said) -> dict[tuple[int, int], str]:

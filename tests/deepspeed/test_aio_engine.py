@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.limits import file_size_limit
 from support.processes import run
 from support.transfers import BLOCK, drive, write
 
-import fastserial
 from fastserial.engines.deepspeed import aio_op
 from fastserial.engines.deepspeed.aio_op import AioSettings
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine
-from fastserial.errors import WriteError
 
 MIB = 1 << 20
 
@@ -119,32 +114,6 @@ def test_handles_are_kept_for_the_next_file(op: Any, monkeypatch: pytest.MonkeyP
     aio_op.give_back(settings, first)
     monkeypatch.setattr(aio_op, "load_op", lambda: pytest.fail("a second handle was made"))
     assert aio_op.borrow_handle(settings) is first
-
-
-def save(path: Path, nbytes: int) -> Any:
-    """Save with the engine, and return what the save says of itself."""
-    tensor = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-    fastserial.install()
-    try:
-        with fastserial.options(engine="deepspeed", block_size=65536, small_file=0):
-            torch.save(tensor, path)
-    finally:
-        fastserial.uninstall()
-    assert torch.equal(torch.load(path), tensor)
-    return fastserial.last_save_report()
-
-
-def test_a_full_disk(op: Any, tmp_path: Path) -> None:
-    """The old file, and no rest of the new one."""
-    path = tmp_path / "a.pt"
-    report = save(path, 4 * MIB)
-    assert (report.engine, report.direct) == ("deepspeed", True)
-    before = path.read_bytes()
-    with file_size_limit(8 * MIB), pytest.raises(WriteError) as caught:
-        save(path, 60 * MIB)
-    assert caught.value.errno == errno.EFBIG
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["a.pt"]
 
 
 @pytest.mark.parametrize(("kib", "expected"), [(4096, "8"), (900, "2"), (0, "8 not locked")])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from said import Said, check_exit, having, losses
+from said import Launch, check_exit, having, losses, told
+from support.processes import run
 
 from fastserial.diagnosis.examine import examine
 
-Launch = Callable[..., Said]
 SHORT = ["--bf16", "--steps", 2, "--save-at", 1]
 
 
@@ -40,6 +39,50 @@ def test_stock_files(launch: Launch, tmp_path: Path, stage: int, way: str) -> No
     assert (ours / "latest").read_text() == "global_step1"
 
 
+@pytest.mark.parametrize(("stage", "way"), [(0, "at once"), (1, "overlapped")])
+def test_model_by_all_ranks(launch: Launch, tmp_path: Path, stage: int, way: str) -> None:
+    """The ranks that hold the same model write its file together, with stock's bytes."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    at = ["--folder", ours, "--compare", theirs, "--via", "enable", *WAYS[way], "--data-parallel"]
+    said = launch(2, "--stage", stage, *SHORT, *at, "--large", 2000)
+    check_exit(said)
+    assert files(ours) == files(theirs)
+    (shares,) = having(said, "shares")[0]["shares"]
+    size = (ours / "global_step1" / "mp_rank_00_model_states.pt").stat().st_size
+    assert size - 65536 < sum(shares) <= size  # without the directory
+    assert min(shares) > size / 3
+
+
+def test_what_ranks_cannot_share_has_one_writer(launch: Launch, tmp_path: Path) -> None:
+    """Such as a key that only one has: stock's bytes, with a warning."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    at = ["--folder", ours, "--compare", theirs, "--via", "enable", "--data-parallel"]
+    said = launch(2, "--stage", 1, *SHORT, *at, "--key", "of rank {}")
+    check_exit(said)
+    assert files(ours) == files(theirs)
+    assert "one rank writes it alone" in having(said, "stderr")[0]["stderr"]
+
+
+def test_a_checkpoint_that_was_not_begun_is_not_named(launch: Launch, tmp_path: Path) -> None:
+    """DeepSpeed refuses the key; the next step commits nothing."""
+    at = ["--folder", tmp_path, "--via", "enable", *WAYS["overlapped"], "--destroy"]
+    said = launch(2, "--stage", 1, *SHORT, *at, "--key", "checkpoint_parallel_dimensions")
+    check_exit(said)
+    assert [line["failed"] for line in having(said, "failed")] == ["KeyError"] * 2
+    assert not (tmp_path / "latest").exists()
+
+
+def test_model_by_all_ranks_on_a_full_disk(launch: Launch, tmp_path: Path) -> None:
+    """All ranks raise and train on; `latest` names the checkpoint before."""
+    at = ["--folder", tmp_path, "--via", "enable", "--data-parallel", "--full-disk-on", 1]
+    steps = ["--bf16", "--steps", 3, "--save-at", 1, "--save-at", 2]
+    said = launch(2, "--stage", 1, *steps, *at, "--large", 2000)
+    check_exit(said)
+    assert [line["rank"] for line in having(said, "failed")] == [0, 1]
+    assert (tmp_path / "latest").read_text() == "global_step1"
+    assert len([line for line in having(said, "loss") if line["step"] == 2]) == 2
+
+
 @pytest.mark.usefixtures("op")
 def test_config_route(launch: Launch, tmp_path: Path) -> None:
     """A section of DeepSpeed's config; of its own sections what has no counterpart is named."""
@@ -56,13 +99,14 @@ def test_config_route(launch: Launch, tmp_path: Path) -> None:
     assert expected in having(said, "stderr")[0]["stderr"]
 
 
-def test_config_route_by_the_environment(launch: Launch, tmp_path: Path) -> None:
+def test_config_route_by_the_environment(tmp_path: Path) -> None:
     """A program that names fastserial nowhere but in DeepSpeed's config."""
     if not examine().boot.pth:
         pytest.skip("this installation has no fastserial.pth")
     config = json.dumps({"fastserial": True})
     at = ["--stage", 1, "--folder", tmp_path, "--via", "stock", "--config", config]
-    said = launch(1, *SHORT, *at, FASTSERIAL="1")
+    store = {"RANK": "0", "WORLD_SIZE": "1", "FASTSERIAL_TEST_STORE": str(tmp_path / "store")}
+    said = told([run("train", *SHORT, *at, variables={**store, "FASTSERIAL": "1"})])
     check_exit(said)
     assert [line["by"] for line in having(said, "saved")] == ["FastserialCheckpointEngine"]
 

@@ -24,7 +24,7 @@ MIB = 1024 * 1024
     [
         (None, {}, []),
         ({"type": "fast", "io_buffer_double": True, "io_multiplier": 1}, {}, []),
-        ({"type": "FAST", "data_parallel": "socket"}, {}, []),
+        ({"type": "FAST", "data_parallel": "socket"}, {"data_parallel": True}, []),
         ({"type": "python"}, {}, ["type"]),
         (
             {"io_multiplier": 2, "io_buffer_double": False},
