@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -37,12 +37,6 @@ if TYPE_CHECKING:
     from torch import UntypedStorage
 
 
-_ARGUMENTS = {
-    "pickle_module": pickle,
-    "pickle_protocol": 2,
-    "_use_new_zipfile_serialization": True,
-    "_disable_byteorder_record": False,
-}
 _log = logging.getLogger("fastserial")
 
 
@@ -51,7 +45,9 @@ def save_async(
     path: str | os.PathLike[str],
     *,
     snapshot_budget: int | None = None,
-    **torch_save_arguments: Any,
+    pickle_module: Any = pickle,
+    pickle_protocol: int = 2,
+    _use_new_zipfile_serialization: bool = True,
 ) -> PendingSave:
     """Save as `torch.save(obj, path)` does, and return before the file is written.
 
@@ -69,20 +65,26 @@ def save_async(
         snapshot_budget: bytes that copies of the tensors may take, of all saves together; by
             default half of the memory that is free, divided by the ranks of the node. If the
             tensors do not fit, the file is written before the call returns.
-        torch_save_arguments: as `torch.save`.
+        pickle_module, pickle_protocol, _use_new_zipfile_serialization: as `torch.save`.
 
     Returns:
         A handle. `wait()` returns the report, or raises the error of the save.
 
     Raises:
+        TypeError: it is no path. `torch.save` writes into file objects.
         WriteError: the target cannot be written.
         Exception: the object cannot be pickled, or the last save to this target failed and no
             caller has seen its error.
     """
     check_budget(snapshot_budget)
-    if unknown := torch_save_arguments.keys() - _ARGUMENTS.keys():
-        raise TypeError(f"save_async() got an unexpected argument {min(unknown)!r}")
-    return start_save(obj, path, snapshot_budget, torch_save_arguments)
+    return start_save(
+        obj,
+        path,
+        snapshot_budget,
+        zip_container=_use_new_zipfile_serialization,
+        pickle_module=pickle_module,
+        pickle_protocol=pickle_protocol,
+    )
 
 
 def check_budget(budget: object) -> None:
@@ -99,7 +101,10 @@ def start_save(
     obj: object,
     path: str | os.PathLike[str],
     budget: int | None,
-    arguments: Mapping[str, Any] | None = None,
+    *,
+    zip_container: bool = True,
+    pickle_module: Any = pickle,
+    pickle_protocol: int = 2,
     then: Callable[[], object] | None = None,
     began: float | None = None,
     prefix: str | None = None,
@@ -109,7 +114,7 @@ def start_save(
     """Start a save; as `save_async`.
 
     Args:
-        arguments: of `torch.save`, where they are not its defaults.
+        zip_container, pickle_module, pickle_protocol: as `checkpoints.save.write`.
         then: called on the saving thread once the file is in place.
         began: when the user's call did (`perf_counter`).
         prefix: what is put before the records' names in the archive; by default the file's name.
@@ -118,27 +123,38 @@ def start_save(
         base: an earlier file, from which what is the same is cloned.
     """
     began = perf_counter() if began is None else began
-    arguments = {**_ARGUMENTS, **(arguments or {})}
-    torch.serialization._check_dill_version(arguments["pickle_module"])
-    name: Any = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    target = ""
-    found: _AsyncWork | str  # the work for another thread, or why there is none
+    torch.serialization._check_dill_version(pickle_module)
+    name: Any = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(name, str):
-        name, found = path, "not a path"
+        raise TypeError(
+            f"save_async saves to a path, not to a {type(name).__name__}: use torch.save for that"
+        )
+    target = os.path.realpath(name) if "\0" not in name else name
+    pending.admit(target)
+    found: _AsyncWork | str  # the work for another thread, or why there is none
+    if patched("_save") is None:
+        found = "this torch stays stock"
+    elif not zip_container:
+        found = "the legacy container is saved before the call returns"
     else:
-        target = os.path.realpath(name) if "\0" not in name else name
-        pending.admit(target)
-        if patched("_save") is None:
-            found = "this torch stays stock"
-        elif not arguments["_use_new_zipfile_serialization"]:
-            found = "the legacy container is saved before the call returns"
-        else:
-            with quick_switches():
-                found = _prepare(name, obj, Snapshot(budget, began), prefix, arguments, base)
+        taken, how = Snapshot(budget, began), (pickle_module, pickle_protocol, False)
+        with quick_switches():
+            found = _prepare(name, obj, taken, prefix, how, base)
     if isinstance(found, str):
         _log.debug("%s: saved before the call returns: %s", name, found)
-        work = partial(_save_now, obj, name, target, arguments, found, then, prefix, otherwise)
-        return pending.run_at_once(str(name), target, work)
+        write_now = partial(
+            write,
+            obj,
+            name,
+            zip_container=zip_container,
+            pickle_module=pickle_module,
+            pickle_protocol=pickle_protocol,
+            prefix=prefix,
+            otherwise=otherwise,
+        )
+        container = "zip" if zip_container else "legacy"
+        work = partial(_save_now, write_now, name, container, found, then)
+        return pending.run_at_once(name, target, work)
     found.then = then
     del obj
     if found.taken.kind == "copy":
@@ -155,10 +171,14 @@ def _prepare(
     obj: object,
     taken: Snapshot,
     prefix: str | None,
-    arguments: Mapping[str, Any],
+    how: tuple[Any, int, bool],
     base: str | None,
 ) -> _AsyncWork | str:
-    """Open the file and lay the object out; or return why torch has to write it."""
+    """Open the file and lay the object out; or return why torch has to write it.
+
+    Args:
+        how: the last arguments of torch's `_save`.
+    """
     found = save_hooks.zip_writer(path, prefix)
     if isinstance(found, StockWay):
         return found.reason
@@ -168,23 +188,13 @@ def _prepare(
     try:
         layout = _SnapshotArchive(archive, taken)
         with layout:
-            _pickle(obj, layout, arguments)
+            save: Any = patched("_save")
+            save(obj, layout, *how)
         return _AsyncWork(writer, layout.lay_out(), taken)
     except BaseException as error:
         name_in(error, path)
         writer.abort()
         raise
-
-
-def _pickle(obj: object, layout: ZipArchive, arguments: Mapping[str, Any]) -> None:
-    function: Any = patched("_save")
-    function(
-        obj,
-        layout,
-        arguments["pickle_module"],
-        arguments["pickle_protocol"],
-        arguments["_disable_byteorder_record"],
-    )
 
 
 class _SnapshotArchive(ZipArchive):
@@ -231,36 +241,20 @@ class _AsyncWork:
 
 
 def _save_now(
-    obj: object,
-    path: Any,
-    target: str,
-    arguments: Mapping[str, Any],
+    write_now: Callable[[], FastFileWriter | None],
+    path: str,
+    container: str,
     reason: str,
     then: Callable[[], object] | None,
-    prefix: str | None,
-    otherwise: Callable[[], object] | None,
 ) -> SaveReport:
     """Save as `torch.save` does, before the call returns, and report why."""
-    zip_container = arguments["_use_new_zipfile_serialization"]
     began = perf_counter()
-    writer = None
-    if target and not arguments["_disable_byteorder_record"]:
-        writer = write(
-            obj,
-            path,
-            zip_container=zip_container,
-            pickle_module=arguments["pickle_module"],
-            pickle_protocol=arguments["pickle_protocol"],
-            prefix=prefix,
-            otherwise=otherwise,
-        )
-    else:
-        torch.save(obj, path, **arguments)
+    writer = write_now()
     seconds = perf_counter() - began
     done = (writer.report if writer is not None else None) or SaveReport(
-        path=str(path),
-        container="zip" if zip_container else "legacy",
-        bytes=os.path.getsize(path) if target and os.path.isfile(path) else 0,
+        path=path,
+        container=container,
+        bytes=os.path.getsize(path) if os.path.isfile(path) else 0,
         seconds=seconds,
         engine="torch",
         direct=False,
