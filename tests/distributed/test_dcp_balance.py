@@ -18,6 +18,11 @@ SHAPES = {
         Workload(300 * MIB, ALL, 50257),
     ],
     "many that are not cut": [Workload(900 * 1024, ALL)] * 1000,
+    "a large one that is not cut, and small ones": [
+        Workload(300 * MIB, ALL),
+        *[Workload(900 * 1024, ALL)] * 1024,
+        Workload(1 * MIB, ALL, 64),
+    ],
     "uneven shards and a replica": [
         *(Workload(100 * MIB, (rank,)) for rank in (*ALL, 0)),
         Workload(400 * MIB, ALL, 1000),

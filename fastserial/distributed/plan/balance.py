@@ -7,6 +7,7 @@ owners, those with few owners first: each group fills its owners up to the same 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 from typing import NamedTuple
 
 _LEAST = 64 * 1024  # bytes of a piece; cutting smaller ones gains nothing
@@ -85,26 +86,31 @@ def _given_out(
     owners: Sequence[int],
     room: list[int],
 ) -> list[Assignment]:
-    """Give items out in their order, what cannot be cut first."""
+    """Give out what cannot be cut, the largest first; then the rest, in its order.
+
+    Small items stay with their neighbours: a reader reads along the gaps between its items.
+    """
     found: list[Assignment] = []
-    at = 0
-    last = len(owners) - 1
-    whole = [number for number in numbers if items[number].rows == 1]
-    for number in [*whole, *(number for number in numbers if items[number].rows > 1)]:
+    most = [(-free, at) for at, free in enumerate(room)]
+    heapify(most)
+    large = {
+        number for number in numbers if items[number].rows == 1 and items[number].nbytes > _LEAST
+    }
+    for number in sorted(large, key=lambda number: (-items[number].nbytes, number)):
+        at = most[0][1]
+        room[at] -= items[number].nbytes
+        heapreplace(most, (-room[at], at))
+        found.append(Assignment(number, owners[at], 0, 1))
+    at, last = 0, len(owners) - 1
+    for number in (number for number in numbers if number not in large):
         item = items[number]
-        first, row = 0, item.nbytes / item.rows
+        first, row = 0, max(1, item.nbytes) / item.rows
         while first < item.rows:
-            rest = (item.rows - first) * row
-            if item.rows == 1:
-                while at < last and room[at] < rest / 2:
-                    at += 1
-                stop = 1
-            else:
-                while at < last and room[at] < _LEAST:
-                    at += 1
-                stop = min(item.rows, first + max(1, round(room[at] / row)))
-                if at == last or (item.rows - stop) * row < _LEAST:
-                    stop = item.rows
+            while at < last and room[at] < _LEAST:
+                at += 1
+            stop = min(item.rows, first + max(1, round(room[at] / row)))
+            if at == last or (item.rows - stop) * row < _LEAST:
+                stop = item.rows
             found.append(Assignment(number, owners[at], first, stop))
             room[at] -= int((stop - first) * row)
             first = stop

@@ -219,6 +219,16 @@ def the_disk_is_read_once() -> None:
 
 
 @case
+def small_neighbours_are_read_once() -> None:
+    state = {str(n): rows(4096) for n in range(400)}
+    path = written("small", state)
+    into = {key: torch.zeros(4096) for key in state}
+    report = load(path, into)
+    assert report.bytes <= path.stat().st_size + 2 * 4096 * COUNT
+    assert torch.equal(into["399"], state["399"])
+
+
+@case
 def only_what_is_needed_is_read() -> None:
     path = written("part", {"a": rows(2**20), "b": rows(2**20), "c": rows(2**10, 2**10)})
     mine = torch.zeros(2**20)
