@@ -319,6 +319,23 @@ def temporary_name(name: str, number: int) -> str:
     return f".{name}.fastserial-{number}.tmp"
 
 
+def remove_leftover(name: str, directory: int | None = None) -> None:
+    """Remove a temporary file unless its owner is alive.
+
+    Args:
+        directory: descriptor of the directory that a relative name is in.
+    """
+    with contextlib.suppress(OSError), Descriptors() as files:  # locked: its owner is alive
+        # Over NFS an exclusive lock takes a descriptor that can write.
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = files.open(name, flags, dir_fd=directory)
+        found = os.fstat(fd)
+        if stat.S_ISREG(found.st_mode):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(found, os.stat(name, dir_fd=directory, follow_symlinks=False)):
+                os.unlink(name, dir_fd=directory)
+
+
 @functools.cache
 def _can_link() -> bool:
     """Return whether a nameless file can get a name later, for which /proc is needed."""
@@ -452,7 +469,7 @@ class Replacement:
             name = temporary_name(self._base, number)
             # far cheaper than a `stat` that raises; a container's filter may refuse flags
             if os.access(name, os.F_OK, dir_fd=self._directory):
-                self._remove_stale(name)
+                remove_leftover(name, self._directory)
 
     def _is(self, name: str, fd: int) -> bool:
         try:
@@ -460,16 +477,6 @@ class Replacement:
         except FileNotFoundError:
             return False
         return os.path.samestat(there, os.fstat(fd))
-
-    def _remove_stale(self, name: str) -> None:
-        """Remove a temporary file unless its owner is alive."""
-        with contextlib.suppress(OSError), Descriptors() as files:  # locked: its owner is alive
-            # Over NFS an exclusive lock takes a descriptor that can write.
-            fd = files.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=self._directory)
-            if stat.S_ISREG(os.fstat(fd).st_mode):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is(name, fd):
-                    os.unlink(name, dir_fd=self._directory)
 
     # -- the end -------------------------------------------------------------------------------
 

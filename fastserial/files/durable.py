@@ -59,6 +59,31 @@ def _overwrite(path: str, data: bytes, durable: bool) -> None:
         raise
 
 
+def make_folder(path: str, durable: bool) -> None:
+    """Create a folder and its parents, if they do not exist.
+
+    Args:
+        durable: make the names of the new ones durable.
+
+    Raises:
+        WriteError: it cannot be created.
+    """
+    missing: list[str] = []
+    at = os.path.realpath(path)  # the parent of "link/.." is elsewhere
+    while not os.path.isdir(at) and at != os.path.dirname(at):
+        missing.append(at)
+        at = os.path.dirname(at)
+    if not missing:
+        return
+    try:
+        os.makedirs(path, exist_ok=True)
+        if durable:
+            sync_folders(missing)
+    except OSError as error:
+        text = f"the folder cannot be created: {error.strerror}"
+        raise write_error(error.errno or errno.EIO, path, text) from error
+
+
 def sync_folders(folders: Iterable[str]) -> None:
     """Make the names in folders durable, and the folders' own names.
 

@@ -16,7 +16,6 @@ import contextlib
 import importlib
 import logging
 import os
-import pathlib
 import shutil
 import sys
 import threading
@@ -26,7 +25,7 @@ from typing import Any
 from fastserial.checkpoints.load import load
 from fastserial.checkpoints.save import write
 from fastserial.config import current
-from fastserial.files.durable import sync_folders
+from fastserial.files.durable import make_folder
 from fastserial.import_hook import when_imported
 from fastserial.overlap.asynchronous import check_budget, start_save
 from fastserial.overlap.pending import PendingSave
@@ -79,7 +78,7 @@ class FastCheckpointIO:
             stock = self._lightnings_own()
             stock.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
-        make_folder(local)
+        make_folder(os.path.dirname(local), current().durable)
         self._write(checkpoint, local)
 
     def load_checkpoint(
@@ -295,15 +294,6 @@ def local_path(path: Path) -> str | None:
     implementation = importlib.import_module("fsspec.implementations.local")
     file_system, found = core.url_to_fs(str(path))
     return str(found) if type(file_system) is implementation.LocalFileSystem else None
-
-
-def make_folder(local: str) -> None:
-    """Make the folder of a file, durably if the options say so."""
-    folder = pathlib.Path(local).parent
-    missing = [str(one) for one in (folder, *folder.parents) if not one.is_dir()]
-    os.makedirs(folder, exist_ok=True)
-    if missing and current().durable:
-        sync_folders(missing)
 
 
 def _remove(local: str) -> None:

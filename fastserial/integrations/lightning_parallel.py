@@ -21,10 +21,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from fastserial.config import current
 from fastserial.distributed import save
 from fastserial.distributed.onefile.saver import TIMEOUT
 from fastserial.distributed.ranks.group import collective
-from fastserial.integrations.lightning import TRAINER, local_path, make_folder, stock_class
+from fastserial.files.durable import make_folder
+from fastserial.integrations.lightning import TRAINER, local_path, stock_class
 
 __all__ = ["FastModelParallelStrategy"]
 
@@ -74,7 +76,7 @@ class FastModelParallelStrategy(_Strategy):  # type: ignore[misc]
             local = local_path(path)
             if local is None or storage_options is not None or os.path.isdir(local):
                 return None
-            make_folder(local)
+            make_folder(os.path.dirname(local), current().durable)
             return local
 
         with collective(None, TIMEOUT) as ranks:

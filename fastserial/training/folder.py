@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import re
-import stat
 import string
 import time
 import warnings
@@ -25,6 +24,7 @@ from fastserial.errors import (
     FastserialError,
     RemoteError,
 )
+from fastserial.files.destination import remove_leftover
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip_format import read_directory
 
@@ -232,8 +232,7 @@ class CheckpointFolder:
         for entry in list(self._entries()):
             match = _LEFTOVER.fullmatch(entry.name)
             if match and self.step_of(match[1]) is not None:
-                with contextlib.suppress(OSError):
-                    _remove_unlocked(entry.path)
+                remove_leftover(entry.path)
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         try:
@@ -258,18 +257,6 @@ def _pattern(name: str) -> re.Pattern[str]:
         )
     digits = {None: "", "step": r"(\d+)"}
     return re.compile("".join(re.escape(text) + digits[field] for text, field, _, _ in parts))
-
-
-def _remove_unlocked(path: str) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        found = os.fstat(fd)
-        if stat.S_ISREG(found.st_mode):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(found, os.lstat(path)):
-                os.unlink(path)
-    finally:
-        os.close(fd)
 
 
 # The folders that are locked by this process, by their real paths.

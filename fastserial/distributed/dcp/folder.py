@@ -18,8 +18,6 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fastserial.errors import WriteError, write_error
-from fastserial.files.durable import sync_folders
 from fastserial.formats.dcp import METADATA_NAME, Known, framed
 from fastserial.memory.held_settings import paused_collection
 
@@ -66,26 +64,6 @@ class ShardFolder:
 
     def __init__(self, path: str) -> None:
         self.path = path
-
-    def make(self, durable: bool) -> None:
-        """Create the folder and its parents, if they do not exist.
-
-        Raises:
-            WriteError: it cannot be created.
-        """
-        missing: list[str] = []
-        path = os.path.abspath(self.path)
-        while not os.path.isdir(path) and path != os.path.dirname(path):
-            missing.append(path)
-            path = os.path.dirname(path)
-        if not missing:
-            return
-        try:
-            os.makedirs(self.path, exist_ok=True)
-            if durable:
-                sync_folders(missing)
-        except OSError as error:
-            raise _not_made(self.path, error) from error
 
     def has(self, name: str) -> bool:
         """Return whether there is a file of this name."""
@@ -147,7 +125,3 @@ class ShardFolder:
                 if stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would block
                     with open(path, "rb") as file:
                         yield from _SHARD_IN_BYTES.findall(file.read())
-
-
-def _not_made(path: str, error: OSError) -> WriteError:
-    return write_error(error.errno or 0, path, f"the folder cannot be created: {error.strerror}")

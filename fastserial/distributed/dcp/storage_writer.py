@@ -35,7 +35,7 @@ from fastserial.distributed.dcp.folder import METADATA, ShardFolder, encoded, me
 from fastserial.distributed.dcp.planners import FastSavePlanner
 from fastserial.distributed.dcp.shard_layout import ShardLayout
 from fastserial.errors import write_error
-from fastserial.files.durable import replace_bytes
+from fastserial.files.durable import make_folder, replace_bytes
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import synchronize
 from fastserial.saving.writer import FastFileWriter
@@ -131,8 +131,8 @@ class FastStorageWriter(StorageWriter, AsyncStager):
             WriteError: the folder cannot be created, or has a checkpoint that must not be replaced,
                 or one of all ranks where each rank is to have its own.
         """
+        make_folder(self.path, self._durable)
         folder = ShardFolder(self.path)
-        folder.make(self._durable)
         if self._alone is not None and folder.has(METADATA):
             # It would be loaded instead of what is saved now, and must not be removed: no rank
             # knows when all others have ended; until then it is the only whole checkpoint.
