@@ -52,7 +52,7 @@ class Mirror:
         self._retention = retention
         self._bandwidth = bandwidth
         self._timeout = timeout
-        self._lock = threading.Lock()  # never taken by the main thread, which handlers interrupt
+        self._lock = threading.RLock()  # a signal handler may save, too
         self._waiting: dict[int, Mapping[str, float]] = {}
         self._newest: int | None = None  # the highest step that this process has uploaded
         self._failed: dict[int, Exception] = {}
