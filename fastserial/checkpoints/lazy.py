@@ -17,7 +17,7 @@ from fastserial.files.remote import RemoteSource, is_url
 from fastserial.formats.safetensors import TYPE_NAMES
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.tensors import TensorEntry
-from fastserial.loading.reader import OccasionalReader, ReadExtent
+from fastserial.loading.reader import OccasionalReader, ReadExtent, fill_each
 
 
 class LazyCheckpoint:
@@ -153,10 +153,7 @@ class RemoteReader:
             CorruptCheckpointError: the file changed since it was opened.
             RemoteError: the store fails.
         """
-        for extent in extents:
-            buffer = extent.sink.memory_for(0, extent.length) if extent.length else None
-            if buffer is not None:
-                self.source.read_to(buffer.view, extent.offset)
+        fill_each(extents, self.source.read_to)
         self.source.check_unchanged()
 
     def close(self) -> None:

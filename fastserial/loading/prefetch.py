@@ -26,7 +26,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from fastserial.checksums import CrcLedger, check_crc, crc32
-from fastserial.config.performance import IN_PLACE, LOOK_AHEAD, NEAR_EXTENTS, READ_TOGETHER
+from fastserial.config.performance import (
+    BLOCK_SIZE,
+    IN_PLACE,
+    LOOK_AHEAD,
+    NEAR_EXTENTS,
+    READ_TOGETHER,
+)
 from fastserial.errors import CorruptCheckpointError, EngineError
 from fastserial.formats.zip_format import (
     LOCAL,
@@ -38,7 +44,6 @@ from fastserial.formats.zip_format import (
 from fastserial.interrupts import raised_by_handler
 from fastserial.loading.pump import Block
 from fastserial.loading.reader import (
-    BytesSink,
     CheckedSink,
     FastFileReader,
     HostSink,
@@ -106,7 +111,11 @@ class _HostRecord:
 
     def header(self) -> bytes:
         """Return what lies between the record's beginning and its data, once all has arrived."""
-        return (ctypes.c_char * self._head).from_address(self.storage.data_ptr() - self._head).raw
+        return _bytes_at(self.storage.data_ptr() - self._head, self._head)
+
+
+def _bytes_at(address: int, nbytes: int) -> bytes:
+    return (ctypes.c_char * nbytes).from_address(address).raw
 
 
 class _DeviceRecord:
@@ -123,13 +132,14 @@ class _DeviceRecord:
         self.entry = entry
         make: Any = torch.UntypedStorage
         self.storage: torch.UntypedStorage = make(entry.size, device=device)
-        self._header = BytesSink(entry.data_offset - entry.header_offset)
+        self._header = new_storage(entry.data_offset - entry.header_offset)
 
     def reads(self, checked: _Checked, ring: Ring | None) -> list[ReadExtent]:
         """Return what to read, as `_HostRecord.reads`."""
         entry, header = self.entry, self._header
+        head = HostSink(header.data_ptr(), header.nbytes(), header)
         return [
-            ReadExtent(entry.header_offset, len(header.data), header),
+            ReadExtent(entry.header_offset, head.nbytes, head),
             ReadExtent(
                 entry.data_offset, entry.size, checked(entry, storage_sink(self.storage, ring), 0)
             ),
@@ -137,7 +147,7 @@ class _DeviceRecord:
 
     def header(self) -> bytes:
         """Return the bytes before the data, as `_HostRecord.header`."""
-        return bytes(self._header.data)
+        return _bytes_at(self._header.data_ptr(), self._header.nbytes())
 
 
 class _RecordGroup:
@@ -202,13 +212,12 @@ class Prefetch:
         self._group_of = {entry.name: group for group in self._unread for entry in group.entries}
         self._wanted: _RecordGroup | None = None  # that the caller waits for
         self._held = 0  # bytes of records that have memory and were not taken
+        self._taken = 0  # bytes of records since blocks were last submitted
         self._ledger: CrcLedger | None = None
         if verify:
             self._index = {entry.name: index for index, entry in enumerate(entries)}
             self._ledger = CrcLedger([entry.size for entry in entries], [None] * len(entries))
-        nbytes = sum(group.nbytes for group in self._unread)
-        self._pump.expect(0, file.size, nbytes)
-        file.bar.expect(nbytes)
+        file.expect(0, file.size, sum(group.nbytes for group in self._unread))
         self._blocks = self._pump.ordered(self._planned())
 
     def start(self) -> None:
@@ -229,7 +238,10 @@ class Prefetch:
             return None
         record = group.records.pop(name)
         self._held -= record.entry.size
-        self._advance(0)
+        self._taken += record.entry.size
+        if self._taken >= min(self._pump.block_size, BLOCK_SIZE):  # not for each small record
+            self._taken = 0
+            self._advance(0)
         return self._accepted(record, nbytes)
 
     def close(self) -> None:

@@ -339,11 +339,6 @@ class Pump:
         """Why there is no direct I/O although it is wanted."""
         return self.policy.fallback
 
-    @property
-    def transfer(self) -> Transfer:
-        """The transfer type taken for blocks to devices, and why."""
-        return self.policy.transfer
-
     def stage_in(
         self, ring: Ring | None, devices: Collection[torch.device], taken: Transfer
     ) -> None:

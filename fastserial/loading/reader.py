@@ -16,7 +16,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -133,19 +133,16 @@ class DeviceSink:
         return None
 
 
-class BytesSink(HostSink):
-    """Keeps some bytes, in `data`."""
+def fill_each(extents: Iterable[ReadExtent], read_to: Callable[[memoryview, int], object]) -> None:
+    """Read extents to the memory of `HostSink`s, one after the other.
 
-    __slots__ = ("_buffer", "data")
-
-    def __init__(self, length: int) -> None:
-        self._buffer = own_buffer(length)
-        self.data = self._buffer.view
-        super().__init__(self._buffer.address, length, self.data)
-
-    def memory_for(self, start: int, length: int) -> Buffer | None:
-        whole = length == self.nbytes
-        return self._buffer if whole else super().memory_for(start, length)
+    Args:
+        read_to: fills memory from an offset of the file on.
+    """
+    for extent in extents:
+        buffer = extent.sink.memory_for(extent.start, extent.length) if extent.length else None
+        if buffer is not None:
+            read_to(buffer.view, extent.offset)
 
 
 class CheckedSink:
@@ -391,8 +388,9 @@ class FastFileReader:
         try:
             self._stamp = _stamp_of_file(self.fd, self.name)
             self.size = self._stamp.size
-            self.bar = ProgressBar(self.name if self.config.progress else None)
-            self.blocks = Pump(self.fd, self.size, self.config, self.bar.update, self._files)
+            self._bar = ProgressBar(self.name) if self.config.progress else None
+            shown = self._bar.update if self._bar is not None else None
+            self.blocks = Pump(self.fd, self.size, self.config, shown, self._files)
         except BaseException:
             self._closed = True
             self._files.close()
@@ -406,7 +404,7 @@ class FastFileReader:
     @property
     def transfer(self) -> Transfer:
         """The transfer type that was used for devices, and why."""
-        return self.blocks.transfer
+        return self.blocks.policy.transfer
 
     @property
     def ring(self) -> Ring | None:
@@ -432,6 +430,12 @@ class FastFileReader:
         ring, taken = open_ring(self.config, devices, blocks.takes_any_memory)
         blocks.stage_in(ring, devices, taken)
 
+    def expect(self, first: int, stop: int, nbytes: int) -> None:
+        """Prepare for reading `nbytes` bytes of range [first, stop) in the order of the file."""
+        if self._bar is not None:
+            self._bar.expect(nbytes)
+        self.blocks.expect(first, stop, nbytes)
+
     def read_into(self, extents: Sequence[ReadExtent]) -> None:
         """Read extents, in the order of the file; returns when all have arrived.
 
@@ -452,7 +456,6 @@ class FastFileReader:
                     path=self.name,
                     offset=extent.offset,
                 )
-        self.bar.expect(sum(extent.length for extent in extents))
         with _translated(self.name):
             if extents:
                 self._read(extents)
@@ -462,7 +465,7 @@ class FastFileReader:
         blocks = self.blocks
         first = min(extent.offset for extent in extents)
         stop = max(extent.offset + extent.length for extent in extents)
-        blocks.expect(first, stop, sum(extent.length for extent in extents))
+        self.expect(first, stop, sum(extent.length for extent in extents))
         try:
             blocks.read(plan_blocks(extents, blocks))
             if self.ring is not None:
@@ -490,7 +493,7 @@ class FastFileReader:
         if self._closed:
             return
         self._closed = True
-        finish(self.blocks.close, self.bar.close)
+        finish(self.blocks.close, *([self._bar.close] if self._bar is not None else []))
         self._files = Descriptors()  # closed after the last read from it
 
     def __enter__(self) -> FastFileReader:
@@ -540,13 +543,11 @@ class OccasionalReader:
         if files is None:
             raise ValueError("I/O operation on closed file.")
         nbytes = sum(extent.length for extent in extents)
-        sinks = [extent.sink for extent in extents]
-        if nbytes <= self._config.small_file and all(isinstance(one, HostSink) for one in sinks):
+        if nbytes <= self._config.small_file and all(
+            isinstance(extent.sink, HostSink) for extent in extents
+        ):
             with _translated(self.name):
-                for extent in extents:
-                    buffer = extent.sink.memory_for(0, extent.length) if extent.length else None
-                    if buffer is not None:
-                        read_to(buffer.view, self.fd, extent.offset)
+                fill_each(extents, lambda view, offset: read_to(view, self.fd, offset))
         else:
             with FastFileReader(self.fd, self._config, self.name) as reader:
                 reader.read_into(extents)
