@@ -20,7 +20,7 @@ import torch
 from fastserial.checkpoints.tensor_read import is_dense, overlapping
 from fastserial.config import Config
 from fastserial.errors import ConvertError
-from fastserial.files.durable import replace_bytes, sync_folders
+from fastserial.files.durable import make_folder, replace_bytes
 from fastserial.formats.extents import storage_extents
 from fastserial.formats.safetensors import (
     INDEX,
@@ -55,9 +55,6 @@ class ConvertSource(Protocol):
 
     def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Memory | None:
         """Return the source of a storage's bytes, None if they are in its memory."""
-
-    def in_order(self, tensor: torch.Tensor) -> Memory | None:
-        """Return the source of a non-contiguous tensor's bytes, None if they are in its memory."""
 
     def check_unchanged(self) -> None:
         """Raise if it was written to since it was opened.
@@ -225,7 +222,7 @@ def _elements_of(tensor: torch.Tensor, source: ConvertSource) -> Memory:
     lazy = tensor.is_conj() or tensor.is_neg()
     nbytes = tensor.numel() * tensor.itemsize
     if lazy or not (tensor.is_contiguous() and is_dense(tensor)):
-        return source.in_order(tensor) or _ElementsInOrder(tensor)
+        return _ElementsInOrder(tensor)
     start = int(tensor.storage_offset()) * tensor.itemsize
     found = source.part_of(tensor.untyped_storage(), start, nbytes)
     return HostMemory(tensor.data_ptr(), nbytes, tensor) if found is None else found
@@ -373,7 +370,9 @@ def _write_shards(
     """
     sizes = {key: tensor.numel() * tensor.itemsize for key, tensor in tensors.items()}
     files = split(sizes, nbytes)
-    _make(folder, config.durable)
+    make_folder(folder, config.durable)
+    if os.listdir(folder):
+        raise ConvertError(f"{folder}: it is not empty: give a new folder")
     total = 0
     for name, keys in files.items():
         path, shard = os.path.join(folder, name), {key: tensors[key] for key in keys}
@@ -384,11 +383,3 @@ def _write_shards(
         replace_bytes(os.path.join(folder, INDEX), index, config.durable)
         total += len(index)
     return total
-
-
-def _make(folder: str, durable: bool) -> None:
-    os.makedirs(folder, exist_ok=True)
-    if os.listdir(folder):
-        raise ConvertError(f"{folder}: it is not empty: give a new folder")
-    if durable:
-        sync_folders([os.path.abspath(folder)])

@@ -288,10 +288,6 @@ class MappedSource:
                 return FileMemory(fd, offset + start, nbytes)
         return None
 
-    def in_order(self, _: torch.Tensor) -> Memory | None:
-        """Return None: they are read from the mapping."""
-        return None
-
     def check_unchanged(self) -> None:
         """Raise if a file was written to.
 

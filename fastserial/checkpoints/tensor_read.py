@@ -111,10 +111,10 @@ def direct_extent(
         return None
     if target.is_conj() or target.is_neg():  # its memory holds other values than its elements
         return None
-    return ReadExtent(_first(base, view), target.numel() * target.itemsize, _sink(target, ring))
+    return ReadExtent(_first(base, view), target.numel() * target.itemsize, sink_of(target, ring))
 
 
-def _sink(target: torch.Tensor, ring: Ring | None = None) -> Sink:
+def sink_of(target: torch.Tensor, ring: Ring | None = None) -> Sink:
     """Return the sink of the bytes of a dense tensor."""
     nbytes = target.numel() * target.itemsize
     if is_on_host(target.untyped_storage()):
@@ -140,7 +140,7 @@ def fetch(
     nbytes, span = view.numel() * view.itemsize, _span(view)
     if is_dense(view) or 0 < span <= nbytes:  # each byte once, or some of them several times
         whole = torch.empty(span // view.itemsize, dtype=view.dtype, device=device)
-        reader.read_into([ReadExtent(_first(base, view), span, _sink(whole))])
+        reader.read_into([ReadExtent(_first(base, view), span, sink_of(whole))])
         return whole.as_strided(view.shape, view.stride())
     out = torch.empty(view.shape, dtype=view.dtype, device="cpu")
     runs = list(_runs(base, view, out))
@@ -170,7 +170,7 @@ def read_tensor_into(
         return
     if span <= SCATTERED_CHUNK or view.dim() == 0:
         raw = torch.empty(span // view.itemsize, dtype=view.dtype, device="cpu")
-        reader.read_into([ReadExtent(_first(base, view), span, _sink(raw))])
+        reader.read_into([ReadExtent(_first(base, view), span, sink_of(raw))])
         found = resolved(raw.as_strided(view.shape, view.stride()), pending)
         if target.is_neg():
             target.copy_(found)

@@ -37,7 +37,6 @@ from fastserial.formats.container import FolderContainer
 from fastserial.formats.dcp import Item, Metadata, Stored
 from fastserial.formats.pickles import refuse_nested
 from fastserial.formats.source import DescriptorSource, read_exactly
-from fastserial.formats.tensors import contiguous_stride
 from fastserial.formats.zip_format import PICKLE
 from fastserial.interrupts import Descriptors, finish
 from fastserial.loading.reader import HostSink, ReadExtent
@@ -54,12 +53,12 @@ class StoredChunk(NamedTuple):
     Attributes:
         memory: its bytes.
         box: which part; a last dimension counts the bytes of an element.
-        strides: in which order its elements lie there, None: in their own.
+        strides: of these dimensions there (bytes).
     """
 
     memory: Memory
     box: Box
-    strides: tuple[int, ...] | None = None
+    strides: tuple[int, ...]
 
 
 class ChunkedMemory:
@@ -101,10 +100,7 @@ class ChunkedMemory:
 def _read(filed: StoredChunk, part: Box, target: torch.Tensor) -> None:
     """Read a part of what is filed into a tensor of bytes."""
     sizes = filed.box.sizes
-    steps = contiguous_stride(sizes)
-    if filed.strides is not None:
-        steps = (*(step * sizes[-1] for step in filed.strides), 1)
-    whole = torch.empty_strided(sizes, steps, dtype=torch.uint8, device="meta")
+    whole = torch.empty_strided(sizes, filed.strides, dtype=torch.uint8, device="meta")
     view, reader = whole[part.slices(filed.box)], _MemoryReader(filed.memory)
     extent = direct_extent(0, view, target)
     if extent is not None:
@@ -226,10 +222,6 @@ class FolderSource(FolderFiles):
         """Return the source of bytes of a storage, None if it has them itself."""
         return self._memory.get(storage.data_ptr())  # all of it: a tensor has one of its own
 
-    def in_order(self, tensor: torch.Tensor) -> Memory | None:
-        """Return the source of a tensor's bytes, in the order of its elements."""
-        return self._memory.get(tensor.untyped_storage().data_ptr())
-
     def close(self) -> None:
         """Close the files; the tensors must not be used any more."""
         untouched, self._untouched = self._untouched, None
@@ -297,9 +289,8 @@ class FolderSource(FolderFiles):
             )
         last = dtype.itemsize
         box = Box((*chunk.offsets, 0), (*chunk.sizes, last))
-        plain = content.strides == contiguous_stride(chunk.sizes)
-        memory = FileMemory(fd, item.offset + content.start, nbytes)
-        return StoredChunk(memory, box, None if plain else content.strides)
+        strides = (*(step * last for step in content.strides), 1)
+        return StoredChunk(FileMemory(fd, item.offset + content.start, nbytes), box, strides)
 
     def _content(self, fd: int, item: Item, dtype: torch.dtype) -> ItemTensor | None:
         if item.is_extended:

@@ -98,16 +98,11 @@ class FileLayout(ZipArchive):
         last = self.plan.extents[-1]
         return last if isinstance(last.source, Trailer) else None
 
-    def bytes_at(self, offset: int, length: int) -> torch.Tensor:
-        """Return the zip's bytes in a range of the file, with 0 for checksums not known yet."""
-        text = bytearray()
-        for extent in self.extents_at(offset, length):
-            if isinstance(extent.source, Literal):
-                text += memoryview(extent.source.data)[extent.start : extent.start + extent.length]
-        return torch.frombuffer(text, dtype=torch.uint8)
-
     def extents_at(self, offset: int, length: int) -> Iterator[Extent]:
-        """Return the extents that are the zip's bytes in a range of the file; see `bytes_at`."""
+        """Return the extents that are the zip's bytes in a range of the file.
+
+        What needs checksums that are not known yet has 0 in their place.
+        """
         first = max(bisect_right(self._starts, offset) - 1, 0)
         stop = bisect_right(self._starts, offset + length)
         for extent in clip(self.plan.extents[first:stop], offset, offset + length):

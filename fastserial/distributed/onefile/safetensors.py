@@ -27,7 +27,7 @@ from fastserial.distributed.state.states import state_of_module
 from fastserial.distributed.state.tables import StateTable
 from fastserial.distributed.state.walk import buffers_of
 from fastserial.errors import ConfigError, write_error
-from fastserial.files.durable import replace_bytes, sync_folders
+from fastserial.files.durable import make_folder, replace_bytes
 from fastserial.formats.extents import Extent, Literal, clip
 from fastserial.formats.safetensors import (
     INDEX,
@@ -87,12 +87,6 @@ class _FileLayout:
                 self._records.append((index, numbers[key], at, nbytes))
             at += nbytes
         self.nbytes = at
-
-    def bytes_at(self, offset: int, length: int) -> torch.Tensor:
-        """Return the header's bytes in a range of the file."""
-        return torch.frombuffer(
-            bytearray(self._header[offset : offset + length]), dtype=torch.uint8
-        )
 
     def extents_at(self, offset: int, length: int) -> Iterator[Extent]:
         """Return the extents that are the header's bytes in a range of the file."""
@@ -201,10 +195,9 @@ def _begin(path: str, found: Sequence[_Contents], most: int) -> dict[str, list[s
     }
     files = split({key: row[2] for key, row in tensors.items() if key not in left_out}, most)
     refused = {INDEX, ONE_FILE} if len(files) > 1 else {INDEX}  # which transformers reads first
+    make_folder(path, True)
     try:
-        os.makedirs(path, exist_ok=True)
         there = refused.intersection(os.listdir(path))
-        sync_folders([os.path.abspath(path)])
     except OSError as error:
         raise write_error(error.errno or errno.EIO, path, None) from error
     if there:

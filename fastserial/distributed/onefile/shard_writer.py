@@ -25,7 +25,7 @@ from fastserial.distributed.ranks.exchange import (
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.state.tables import RecordSource
 from fastserial.files.linux import write_all
-from fastserial.formats.extents import Data, Extent, Trailer
+from fastserial.formats.extents import Data, Extent, Literal, Trailer
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import HostMemory, Memory
 from fastserial.overlap.snapshot import Snapshot, StoragePart
@@ -247,7 +247,11 @@ class ShardWriter:
             return memory[piece.start : piece.start + piece.length]
         if self._laid_out is None:
             raise ValueError(f"only rank 0 has {piece}")
-        return self._laid_out.bytes_at(piece.offset, piece.length)
+        text = bytearray()
+        for _, length, source, start in self._laid_out.extents_at(piece.offset, piece.length):
+            if isinstance(source, Literal):
+                text += memoryview(source.data)[start : start + length]
+        return torch.frombuffer(text, dtype=torch.uint8)
 
     def _part_of(self, piece: FileRange, part: Box) -> tuple[torch.Tensor, Box]:
         """Return what of this rank's memory contains a part, and which box that is."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastserial.checkpoints.tensor_read import resolved
+from fastserial.checkpoints.tensor_read import resolved, sink_of
 from fastserial.checksums import CrcLedger
 from fastserial.config.performance import SCATTERED_CHUNK
 from fastserial.distributed.ranks.exchange import INTEGERS
@@ -25,13 +25,12 @@ from fastserial.distributed.sharding.file_index import Record
 from fastserial.distributed.sharding.grid import Grid
 from fastserial.loading.reader import (
     CheckedSink,
-    DeviceSink,
     FastFileReader,
     HostSink,
     ReadExtent,
     Sink,
 )
-from fastserial.memory.storages import is_on_host, is_plain
+from fastserial.memory.storages import is_plain
 
 _BETWEEN = 512 * 1024 * 1024  # bytes that are read at a stretch, unless one extent has more
 _NEAR = 64 * 1024  # bytes nobody wants that are read rather than split a read in two
@@ -227,7 +226,7 @@ class PartReader:
 
     def _direct(self, target: ReadTarget) -> ReadExtent | None:
         """Return how a target is read to where it belongs, None if its bytes lie otherwise."""
-        grid, view = target.grid, target.view
+        grid = target.grid
         run = run_of(grid.shape, target.box)
         if run is None or not target.takes_bytes():
             return None
@@ -236,14 +235,7 @@ class PartReader:
             return None
         first, stop = grid.bytes_of(*run)
         nbytes = stop - first
-        sink: Sink
-        if is_on_host(into.untyped_storage()):
-            sink = HostSink(into.data_ptr(), nbytes, view)
-        else:
-            flat = torch.empty(0, dtype=torch.uint8, device=into.device)
-            start = int(into.storage_offset()) * into.itemsize
-            flat.set_(into.untyped_storage(), start, (nbytes,), (1,))
-            sink = DeviceSink(flat, self._reader.ring)
+        sink: Sink = sink_of(into, self._reader.ring)
         number = self._record_of(first, stop)
         if number is not None:
             sink = CheckedSink(sink, self.ledger, number, first - self.records[number].offset)
