@@ -45,14 +45,10 @@ def _peers(state: State, saved: Path, device: str) -> tuple[list[Reader], dict[s
         ("safetensors, touched", "safetensors.torch", _touched),
         ("safetensors + clone", "safetensors.torch", _cloned),
         ("fastsafetensors + clone", "fastsafetensors", _fastsafetensors),
-        ("runai-model-streamer + clone", "runai_model_streamer", _runai),
-        ("instanttensor", "instanttensor", _instanttensor),
     ):
         package = module.partition(".")[0]
         if importlib.util.find_spec(package) is None:
-            missing[name] = f"not installed: pip install {package.replace('_', '-')}"
-        elif load is _instanttensor and device == "cpu":
-            missing[name] = "it loads to CUDA devices only"
+            missing[name] = f"not installed: pip install {package}"
         else:
             run = partial(load, path, device)
             found.append(Reader(name, (path,), run, partial(_imported, module), is_peer=True))
@@ -91,17 +87,6 @@ def _fastsafetensors(path: Path, device: str, _: Any) -> State:
     # without GPUDirect Storage: where that is not set up, it goes through the host unsaid
     with package.fastsafe_open(filenames=[str(path)], nogds=True, device=device) as file:
         return {name: file.get_tensor(name).to(device, copy=True) for name in list(file.keys())}
-
-
-def _runai(path: Path, device: str, _: Any) -> State:
-    with importlib.import_module("runai_model_streamer").SafetensorsStreamer() as streamer:
-        streamer.stream_file(str(path))
-        return {name: one.to(device, copy=True) for name, one in streamer.get_tensors()}
-
-
-def _instanttensor(path: Path, device: str, _: Any) -> State:
-    with importlib.import_module("instanttensor").safe_open(str(path), "pt", "cuda:0") as file:
-        return {name: one.to(device, copy=True) for name, one in file.tensors()}
 
 
 def _dcp(folder: Path, target: State | None) -> State:
