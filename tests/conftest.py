@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.forms import dice, trials  # noqa: F401
+from support.loading import all_forced  # noqa: F401
 
 from fastserial.patching import install, patches
 
@@ -24,13 +25,13 @@ _incomparable: list[str] = []
 _SLOW = tuple(
     """
     bench/ compat/ deepspeed/ docs/ faults/ gpu/ integrations/ package/ torch_suite/
-    checkpoints/test_archives_of_others.py::test_other_archives_of_torch
+    checkpoints/test_archives_of_others.py::test_other_archives
     checkpoints/test_bad_input.py
     checkpoints/test_convert.py::test_memory
     checkpoints/test_dcp_folders.py::test_any_flipped_bit_is_found_and_named
     checkpoints/test_hostile_pickles.py
     checkpoints/test_load_into.py::test_memory
-    checkpoints/test_open.py::test_corpus checkpoints/test_open.py::test_every_tensor
+    checkpoints/test_open.py::test_corpus
     checkpoints/test_verification.py::test_every_changed_byte_of_a_zip_is_found
     checkpoints/test_verification.py::test_more_than_4_gib
     checkpoints/test_verification.py::test_what_stock_torch_writes_is_whole

@@ -34,6 +34,9 @@ def test_the_nearer_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTSERIAL_QUEUE_DEPTH", "2")
     monkeypatch.setenv("FASTSERIAL_BLOCK_SIZE", "64k")
     assert (config.current().queue_depth, config.current().block_size) == (2, 65536)
+    for text, value in (("auto", "auto"), ("0", False), ("yes", True)):
+        monkeypatch.setenv("FASTSERIAL_DIRECT", text)
+        assert config.current().direct == value
     config.set_installed(queue_depth=3)
     assert (config.current().queue_depth, config.current().block_size) == (3, 65536)
     with fastserial.options(queue_depth=4):
@@ -108,9 +111,3 @@ def test_bad_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> 
         with monkeypatch.context() as patch, pytest.raises(ConfigError, match=name):
             patch.setenv(f"FASTSERIAL_{name}", text)
             config.current()
-
-
-def test_direct_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text, value in (("auto", "auto"), ("0", False), ("yes", True)):
-        monkeypatch.setenv("FASTSERIAL_DIRECT", text)
-        assert config.current().direct == value

@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import random
 import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.archives import checkpoint, rewritten
 from support.corpus import MIB, Case, name_of, noise, saveable
 from support.identity import saver, stock
-from support.loading import FORCED
-from support.nests import flat
+from support.nests import differing, flat
 
 import fastserial
+from fastserial.checkpoints import tensor_read
 from fastserial.checkpoints.lazy import LazyCheckpoint, open_checkpoint
 from fastserial.config import Config
 from fastserial.errors import (
@@ -30,28 +28,6 @@ from fastserial.errors import (
     UnreadableCheckpointError,
     UnreadableTensorError,
 )
-
-
-def state() -> dict[str, Any]:
-    torch.manual_seed(3)
-    base = torch.randn(60, 70, 8)
-    wide = torch.randn(6, 90_000)
-    return {
-        "base": base,
-        "t": base.permute(2, 0, 1),
-        "part": base[10:20, ::2],
-        "row": torch.randn(1, 9).expand(4000, 9),
-        "scalar": torch.tensor(2.5),
-        "empty": torch.empty(0, 3),
-        "complex": torch.randn(40, 3, dtype=torch.complex64),
-        "wide": wide,
-        "columns": wide[:, 100:50_000],
-        "fp8": torch.randn(50).to(torch.float8_e4m3fn),
-        "nested": {"list": [torch.arange(5), {"x": noise(99)}]},
-        "p": torch.nn.Parameter(torch.randn(7)),
-        "big": noise(3 * MIB + 7).view(-1, 5),
-        "n": 3,
-    }
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -76,53 +52,8 @@ def _stock() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["zip", "legacy"])
-def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    fmt = request.param
-    value = state()
-    if fmt == "legacy":
-        del value["fp8"]
-    file = tmp_path / f"{fmt}.pt"
-    torch.save(value, file, _use_new_zipfile_serialization=fmt == "zip")
-    return file
-
-
-@pytest.mark.parametrize("way", ["default", "direct", "cached"])
-def test_every_tensor_and_slices_of_it(path: Path, way: str) -> None:
-    want = flat(torch.load(path, weights_only=False))
-    rng = random.Random(4)
-    with fastserial.options(**FORCED.get(way, {})), open_checkpoint(path) as file:
-        assert file.keys() == list(file) == list(want)
-        assert len(file) == len(want)
-        assert "n" not in file
-        for key, tensor in want.items():
-            assert key in file
-            assert same(file.get_tensor(key), tensor), key
-            sliced = file.get_slice(key)
-            assert sliced.get_shape() == list(tensor.shape)
-            assert sliced.dtype == tensor.dtype
-            for _ in range(12):
-                index = tuple(_random_index(rng, size) for size in tensor.shape)
-                index = index[: rng.randrange(len(index) + 1)]
-                assert same(sliced[index], tensor[index]), (key, index)
-            beyond = tuple(slice(size, None) for size in tensor.shape)  # nothing, past its end
-            assert same(sliced[beyond], tensor[beyond]), key
-            assert same(sliced[...], tensor)
-            assert same(sliced[None], tensor[None])
-
-
-def _random_index(rng: random.Random, size: int) -> Any:
-    choice = rng.randrange(5)
-    if choice == 0 and size:
-        return rng.randrange(-size, size)
-    start, stop = sorted((rng.randrange(size + 1), rng.randrange(size + 1)))
-    return slice(start, stop, rng.choice([None, 1, 2, 3])) if choice < 4 else slice(None)
-
-
 def test_scattered_parts_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ways that only large tensors take."""
-    from fastserial.checkpoints import tensor_read
-
+    """The ways that only large tensors take; small ones: `test_properties`."""
     monkeypatch.setattr(tensor_read, "SCATTERED_CHUNK", 50_000)
     monkeypatch.setattr(tensor_read, "CONTIGUOUS_RUN", 2000)
     path = tmp_path / "f.pt"
@@ -283,6 +214,15 @@ def test_safetensors(tmp_path: Path) -> None:
             assert same(file.get_tensor(key), tensor)
         assert same(file.get_slice("a")[3:9, 2:], want["a"][3:9, 2:])
         assert file.get_slice("a").get_dtype() == "F32"
+    target = {key: torch.zeros_like(tensor) for key, tensor in want.items()}
+    fastserial.load_into(target, path)
+    assert not differing(target, want)
+    found = fastserial.inspect(path)
+    assert found.format == "safetensors"
+    for shown in found.tensors:
+        at, tensor = found.offset_of(shown), want[shown.key]
+        assert at is not None
+        assert path.read_bytes()[at : at + shown.nbytes] == tensor.numpy().tobytes()
     data = path.read_bytes()
     for broken in (
         data[:-1],
@@ -294,6 +234,8 @@ def test_safetensors(tmp_path: Path) -> None:
         path.write_bytes(broken)
         with pytest.raises(CorruptCheckpointError, match=r"f\.safetensors"):
             open_checkpoint(path)
+        with pytest.raises(CorruptCheckpointError):
+            fastserial.inspect(path)
 
 
 def test_dtypes_of_a_later_torch(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,23 @@ from fastserial.distributed import FastStorageReader, FastStorageWriter
 from fastserial.distributed.dcp.folder import ShardFolder
 from fastserial.errors import CorruptCheckpointError, WriteError
 
-pytestmark = pytest.mark.skipif(
-    "use_collectives" not in inspect.signature(dcp.save).parameters,
-    reason="dcp.save of this torch has no use_collectives",
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),  # that this is one process
+    pytest.mark.skipif(
+        "use_collectives" not in inspect.signature(dcp.save).parameters,
+        reason="dcp.save of this torch has no use_collectives",
+    ),
+]
 
 
 def save(value: int, path: Path, writer: Any = FastStorageWriter, *, alone: bool = False) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is one process
-        dcp.save(
-            {"a": torch.full((1000,), value)},
-            storage_writer=writer(path),
-            use_collectives=not alone,
-        )
+    state = {"a": torch.full((1000,), value)}
+    dcp.save(state, storage_writer=writer(path), use_collectives=not alone)
 
 
 def load(path: Path) -> int:
     found = {"a": torch.zeros(1000, dtype=torch.int64)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(found, storage_reader=FastStorageReader(path))
+    dcp.load(found, storage_reader=FastStorageReader(path))
     return int(found["a"][0])
 
 

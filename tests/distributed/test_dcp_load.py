@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,10 @@ import fastserial
 from fastserial import CorruptCheckpointError, LoadMismatchError, distributed
 from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter
 
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is one process
-        yield
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),  # that this is one process
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
+]
 
 
 def save(state: dict[str, Any], path: Path, *, flatten: bool = True) -> None:

@@ -18,10 +18,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter
 
-ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
-@ALONE
 def test_a_cached_plan_stays_as_it_is(tmp_path: Path) -> None:
     """What a program does to the metadata that `dcp.save` returns is not in the next save."""
     state = {"a": torch.arange(10.0), "b": torch.ones(3)}
@@ -65,7 +64,6 @@ class HalfLooked:
         return found.half() if index.fqn == "a" else found
 
 
-@ALONE
 @pytest.mark.parametrize("change", [HalfLocal, HalfLooked])
 def test_a_planner_that_changes_plans_gets_those_of_torch(change: Any, tmp_path: Path) -> None:
     state = {"a": torch.arange(4).bfloat16(), "b": torch.ones(4).bfloat16()}
@@ -120,7 +118,6 @@ def test_ranks_with_planners_of_two_kinds_are_an_error() -> None:
                 ours.finish_plan(plans[1])
 
 
-@ALONE
 def test_saves_of_several_threads_at_once(tmp_path: Path) -> None:
     """Each goes by its own plan."""
     start = threading.Barrier(3, timeout=60)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,7 @@ from fastserial.distributed.dcp.planners import divide
 from fastserial.distributed.onefile import dcp_folder
 from fastserial.errors import CheckpointReplacedError, FastserialError, UnreadableCheckpointError
 
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is one process
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # that this is one process
 
 
 def a_state(value: float = 1) -> dict[str, Any]:
@@ -40,16 +34,6 @@ def a_state(value: float = 1) -> dict[str, Any]:
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert not differing(found, expected)
-
-
-def test_without_a_process_group_by_name(tmp_path: Path) -> None:
-    writer = FastStorageWriter(tmp_path)
-    dcp.save(a_state(), storage_writer=writer, planner=FastSavePlanner(), no_dist=True)
-    for planner in (None, FastLoadPlanner()):
-        found = a_state(0)
-        reader = FastStorageReader(tmp_path)
-        dcp.load(found, storage_reader=reader, planner=planner, no_dist=True)
-        assert_same(found, a_state())
 
 
 def test_the_tools_of_torch(tmp_path: Path) -> None:

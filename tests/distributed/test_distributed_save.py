@@ -44,7 +44,7 @@ def test_modules_and_optimizers(count: int, kinds: tuple[str, ...], tmp_path: Pa
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("count", "cases"), [(1, 20), (4, 40)])
+@pytest.mark.parametrize(("count", "cases"), [(1, 20), (4, 24)])
 def test_the_bytes_of_safetensors(count: int, cases: int, tmp_path: Path) -> None:
     """The files of `save_pretrained`, of 1 to many shards, and loaded again."""
     pytest.importorskip("safetensors")
@@ -69,7 +69,8 @@ def test_a_rank_that_sees_another_file_system(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [2, 4] if FULL else [2])
 def test_memory_does_not_grow_with_the_state(count: int, how: str, tmp_path: Path) -> None:
     """Nor with the file, in loads; one file, or a folder of torch.distributed.checkpoint."""
-    for out in ranks.run("ranks_memory", count, tmp_path, 1024 if FULL else 320, how):
+    mib = 1024 if FULL else 320
+    for out in ranks.run("ranks_resources", count, "memory", tmp_path, mib, how):
         assert all(int(peak) <= 128 * MIB for peak in out.split()), out
 
 

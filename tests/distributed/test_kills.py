@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +83,5 @@ def loaded(out: Path, who: str, count: int) -> dict[str, Any]:
     }
     # Stock's reader shows what is there where ours would compare checksums.
     reader: Any = FastStorageReader(out) if who == "dcp" else dcp.FileSystemReader(out)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(state, storage_reader=reader)
+    dcp.load(state, storage_reader=reader)
     return state

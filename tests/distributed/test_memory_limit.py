@@ -40,10 +40,11 @@ def group() -> Iterator[Path]:
 
 
 def test_no_rank_is_killed(group: Path, tmp_path: Path) -> None:
-    out = ranks.run("ranks_limited", _RANKS, tmp_path, group / "cgroup.procs", _STATE, "-")
+    words = ("limited", tmp_path, group / "cgroup.procs", _STATE, "-")
+    out = ranks.run("ranks_resources", _RANKS, *words)
     assert [len(text.split()) for text in out] == [3] * _RANKS
 
 
 def test_control_without_that_limit(group: Path, tmp_path: Path) -> None:
-    job = ranks.Job("ranks_limited", _RANKS, tmp_path, group / "cgroup.procs", _STATE, 2 * _STATE)
-    assert -9 in {end.code for end in job.wait()}
+    words = ("limited", tmp_path, group / "cgroup.procs", _STATE, 2 * _STATE)
+    assert -9 in {end.code for end in ranks.Job("ranks_resources", _RANKS, *words).wait()}

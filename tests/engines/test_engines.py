@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from support.engine_tests import EngineTests
 
-from fastserial import engines
 from fastserial.engines import Engine
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine
 from fastserial.engines.io_uring import IoUringEngine
@@ -63,10 +62,3 @@ class TestDeepSpeed(EngineTests):
         engine = DeepSpeedEngine(request.param)
         yield engine
         engine.close()
-
-
-def test_survey_names_every_engine() -> None:
-    """`doctor` shows each engine, with what it lacks."""
-    found = {status.name: status for status in engines.survey()}
-    assert {"threads", "deepspeed"} <= set(found)
-    assert found["threads"].missing is None

@@ -8,24 +8,17 @@ from __future__ import annotations
 import errno
 import random
 from collections import Counter
-from typing import Any
 
 import pytest
 from mounts import Lab, fill, need
 from states import check, listing
-from victims import Zygote
+from victims import JOBS, Zygote
 
 pytestmark = pytest.mark.timeout(3600)
 
 _DISK_BYTES = {"ext4": 96 << 20, "xfs": 320 << 20, "btrfs": 320 << 20, "tmpfs": 64 << 20}
 _OLD_BYTES, _NEW_BYTES = 4 << 20, 14_000_000
-_JOBS: list[dict[str, Any]] = [
-    {"zipped": True},
-    {"zipped": False},
-    {"zipped": True, "options": {"durable": False}},
-    {"zipped": False, "options": {"direct": False}},
-    {"zipped": True, "named": True},
-]
+_JOBS = [{**job, "nbytes": _NEW_BYTES} for name, job in JOBS.items() if name != "small"]
 
 
 @pytest.mark.trials(4, 40)
@@ -46,10 +39,10 @@ def test_full_disk(
         job = _JOBS[trial % len(_JOBS)]
         # From none at all to just not enough; the last is enough.
         leave = int(_NEW_BYTES * (0, dice.random(), 0.98, dice.random(), 1.6)[trial % 5])
-        assert zygote.start(path, 1, 1, nbytes=_OLD_BYTES, **job).wait() == 0
+        assert zygote.start(path, 1, 1, **{**job, "nbytes": _OLD_BYTES}).wait() == 0
         old = path.read_bytes()
         fill(disk / "filler", leave)
-        victim = zygote.start(path, 2, 1, nbytes=_NEW_BYTES, **job)
+        victim = zygote.start(path, 2, 1, **job)
         status = victim.wait()
         if status == 0:
             assert check(path) == 2

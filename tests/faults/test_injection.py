@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from mounts import need, run
 from states import check, is_whole, listing
-from victims import Victim, Zygote
+from victims import DURABLE, Victim, Zygote
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -53,14 +53,6 @@ _ERRORS = {
 # Where such an error must end the save.
 _MATTERS = frozenset("pwrite64 fallocate fsync linkat rename renameat".split())
 _FATAL = frozenset("EIO ENOSPC EDQUOT EFBIG EROFS ESTALE EACCES".split())
-_JOBS: dict[str, dict[str, Any]] = {
-    "zip": {"zipped": True, "nbytes": 12 << 20},
-    "legacy": {"zipped": False, "nbytes": 12 << 20},
-    "named": {"zipped": True, "nbytes": 9_000_000, "named": True},
-    "small": {"zipped": True, "nbytes": 4_000},
-    "buffered": {"zipped": True, "nbytes": 5_000_000, "options": {"small_file": 8 << 20}},
-    "page cache": {"zipped": False, "nbytes": 9_000_000, "options": {"direct": False}},
-}
 _SHARE = 0.7
 _LINE = re.compile(r"^(\d+)\s+(\w+)\(")
 
@@ -117,7 +109,7 @@ def plan(
     """Save once in every way; return (job, call, which of them, error) for all that may fail."""
     need("strace", root=False)
     plan = []
-    for name, job in _JOBS.items():
+    for name, job in DURABLE.items():
         path = tmp_path_factory.mktemp("plan") / "x.pt"
         assert zygote.start(path, 1, 1, **job).wait() == 0
         most = calls_of(zygote.start(path, 2, 1, pause=True, **job))
@@ -192,7 +184,7 @@ def test_errors(
     chosen = dice.sample(plan, min(trials, len(plan)))
     hits = 0
     for name, call, when, error in chosen:
-        job, path = _JOBS[name], tmp_path / "x.pt"
+        job, path = DURABLE[name], tmp_path / "x.pt"
         injected = f"{call} {when}: {error} ({name})"
         victim, status, old = overwrite(zygote, path, job, call, f"error={error}:when={when}")
         try:
@@ -239,7 +231,7 @@ def test_kills(
     chosen = dice.sample(calls, min(trials, len(calls)))
     hits = 0
     for name, call, when in chosen:
-        job, path = _JOBS[name], tmp_path / "x.pt"
+        job, path = DURABLE[name], tmp_path / "x.pt"
         _, status, _ = overwrite(zygote, path, job, call, f"signal=KILL:when={when}")
         if status == 0:
             counts["never reached that call"] += 1
@@ -257,15 +249,14 @@ def test_kills(
 class ShortWrites:
     """A zygote whose victims' writes can be cut short."""
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path) -> None:
         need("gcc", root=False)
         self._control = folder / "control"
         self._control.write_bytes(bytes(16))
         library = folder / "shortwrite.so"
         source = Path(__file__).with_name("shortwrite.c")
         run("gcc", "-shared", "-fPIC", "-O", "-o", library, source, "-ldl")
-        patch.setenv("SHORTWRITE", str(self._control))
-        self.zygote = Zygote({"LD_PRELOAD": str(library)})
+        self.zygote = Zygote({"LD_PRELOAD": str(library), "SHORTWRITE": str(self._control)})
 
     def set(self, at: int, keep: int) -> None:
         """Cut call number `at` to `keep` bytes."""
@@ -283,9 +274,9 @@ class ShortWrites:
         return int(struct.unpack("4i", self._control.read_bytes())[3])
 
 
-@pytest.fixture
-def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShortWrites]:
-    made = ShortWrites(tmp_path, monkeypatch)
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShortWrites]:
+    made = ShortWrites(tmp_path_factory.mktemp("short"))
     with made.zygote:
         yield made
 
@@ -299,13 +290,13 @@ def test_short_writes(
     path, zygote = folder / "x.pt", short.zygote
     hits = 0
     for trial in range(trials):
-        job = list(_JOBS.values())[trial % len(_JOBS)]
+        job = list(DURABLE.values())[trial % len(DURABLE)]
         path.unlink(missing_ok=True)
         short.set(0, 0)
         assert zygote.start(path, 1, 1, **job).wait() == 0
         old, count = path.read_bytes(), short.calls
         assert count > 0
-        at = (1, (count + 1) // 2, count, dice.randint(1, count))[trial // len(_JOBS) % 4]
+        at = (1, (count + 1) // 2, count, dice.randint(1, count))[trial // len(DURABLE) % 4]
         keep = dice.choice([1, 7, 512, 4096, 0, -1, -512])
         short.set(at, keep)
         victim = zygote.start(path, 2, 1, **job)

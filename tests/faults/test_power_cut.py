@@ -9,28 +9,31 @@ At least a third of the cuts must come while a save runs.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mounts import Lab, need, run
 from states import check, listing
-from victims import Victim, Zygote
+from victims import DURABLE, Victim, Zygote
 
 pytestmark = pytest.mark.timeout(3600)
 
 _DISK_BYTES = {"ext4": 256 << 20, "xfs": 320 << 20, "btrfs": 320 << 20}
-_JOBS: list[dict[str, Any]] = [
-    {"zipped": True, "nbytes": 12 << 20},
-    {"zipped": False, "nbytes": 9_000_000},
-    {"zipped": True, "nbytes": 4_000},
-    {"zipped": True, "nbytes": 3_000_000, "named": True},
-    {"zipped": True, "nbytes": 5_000_000, "options": {"direct": False}},
-]
+_JOBS = list(DURABLE.values())
+
+
+@contextlib.contextmanager
+def mounted(lab: Lab, kind: str, copy: Path, trial: int) -> Iterator[Path]:
+    """Mount what a cut left, and remove it in the end."""
+    with Lab(lab.folder / f"after{trial}") as after:
+        after.folder.mkdir()
+        yield after.mount(after.loop(copy), kind, *(["nouuid"] if kind == "xfs" else []))
+    copy.unlink()
 
 
 def cut_and_look(
@@ -65,10 +68,7 @@ def cut_and_look(
         last = stop(victim)
         newest[path.name] = last
 
-        with Lab(lab.folder / f"after{trial}") as after:
-            after.folder.mkdir()
-            options = ["nouuid"] if kind == "xfs" else []
-            found_at = after.mount(after.loop(copy), kind, *options)
+        with mounted(lab, kind, copy, trial) as found_at:
             found = check(found_at / path.name)
             assert returned <= found <= begun, (returned, found, begun)
             for name, number in newest.items():
@@ -80,7 +80,6 @@ def cut_and_look(
             assert again.wait() == 0, again.lines()
             # Each victim was killed; what it left goes with the next save to the same target.
             assert not any(name.startswith(f".{path.name}.") for name in listing(found_at))
-        copy.unlink()
         counts[f"{kind}: last returned save" if found == returned else f"{kind}: a newer one"] += 1
     assert hits >= trials // 3
 
@@ -133,14 +132,9 @@ def test_new_names(kind: str, lab: Lab, zygote: Zygote, counts: Counter[str], tr
         job = _JOBS[trial % len(_JOBS)]
         assert zygote.start(disk / f"{trial}.pt", 1, 1, **job).wait() == 0
         cut(copy)
-        with Lab(lab.folder / f"after{trial}") as after:
-            after.folder.mkdir()
-            options = ["nouuid"] if kind == "xfs" else []
-            found_at = after.mount(after.loop(copy), kind, *options)
-            assert [check(found_at / f"{number}.pt") for number in range(trial + 1)] == (
-                [1] * (trial + 1)
-            )
-        copy.unlink()
+        with mounted(lab, kind, copy, trial) as found_at:
+            found = [check(found_at / f"{number}.pt") for number in range(trial + 1)]
+            assert found == [1] * (trial + 1)
         counts[kind] += 1
 
 
@@ -178,5 +172,5 @@ def test_the_cuts_show_what_is_not_synced(lab: Lab, zygote: Zygote) -> None:
     assert zygote.start(path, 1, 1, **job).wait() == 0
     copy = lab.folder / "after.img"
     cut(copy)
-    found_at = lab.mount(lab.loop(copy), "xfs", "nouuid")
-    assert listing(found_at) == []
+    with mounted(lab, "xfs", copy, 0) as found_at:
+        assert listing(found_at) == []

@@ -16,6 +16,17 @@ from support import processes
 from support.ranks import Job, Server
 
 _PATIENCE = 60.0
+# Every way of a save: what a victim may be told of it.
+JOBS: dict[str, dict[str, Any]] = {
+    "zip": {"nbytes": 12 << 20},
+    "legacy": {"nbytes": 9_000_001, "zipped": False},
+    "small": {"nbytes": 4_000},
+    "named": {"nbytes": 5_000_000, "named": True},
+    "page cache": {"nbytes": 5_000_000, "zipped": False, "options": {"direct": False}},
+    "buffered": {"nbytes": 5_000_000, "options": {"small_file": 8 << 20}},
+    "not durable": {"nbytes": 3_000_000, "options": {"durable": False}},
+}
+DURABLE = {name: job for name, job in JOBS.items() if name != "not durable"}
 
 
 class Victim:
@@ -97,6 +108,12 @@ class Zygote:
         return Victim(
             self._server, {"path": os.fspath(path), "first": first, "count": count, **job}
         )
+
+    def run(self, name: str, *words: object, timeout: float = 240) -> str:
+        """Run a program to its end, and return what it printed."""
+        (ended,) = Job(name, 1, *words, server=self._server).wait(timeout)
+        assert ended.code == 0, ended.err
+        return ended.out
 
     def __enter__(self) -> Zygote:
         return self

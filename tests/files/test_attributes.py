@@ -95,7 +95,9 @@ def target(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("named")
 def test_an_acl_that_shuts_the_group_out_is_kept(target: Path) -> None:
+    """And so are other attributes."""
     target.chmod(0o600)
+    set_attribute(target, "user.long", bytes(range(256)) * 4)
     set_attribute(target, _ACCESS, SECRET)
     before = everything(target)
     assert before[2] == 0o660, "the mask shows as the group's permissions"
@@ -133,15 +135,6 @@ def test_a_new_file_is_as_open_would_make_it(target: Path, mask: int, default_ac
     finally:
         os.umask(before)
     assert everything(target) == everything(other / "y.pt")
-
-
-@pytest.mark.usefixtures("named")
-def test_extended_attributes_are_kept(target: Path) -> None:
-    set_attribute(target, "user.run", b"17")
-    os.setxattr(target, "user.long", bytes(range(256)) * 4)
-    before = everything(target)
-    save(target)
-    assert everything(target) == before
 
 
 def test_file_systems_without_extended_attributes(

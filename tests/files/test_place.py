@@ -9,18 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.identity import SMALL, difference, fast, last_save, stock
+from support.identity import SMALL, fast, last_save
 from support.processes import run
 
 import fastserial
-from fastserial.reports import SAVES
 
 HELD = "this process has the file open or locked"
-
-
-@pytest.fixture(autouse=True)
-def counted_anew() -> None:
-    SAVES.clear()
 
 
 # -- files that this process has open ----------------------------------------------------------
@@ -79,16 +73,3 @@ def test_a_writer_says_what_to_do_instead(tmp_path: Path) -> None:
     assert str(path) in text
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a.pt"]
-
-
-def test_save_async_lets_torch_write_and_says_why(tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
-    with stock():
-        torch.save(SMALL, path)
-    want = path.read_bytes()
-    with path.open("r+b"), fast():
-        report = fastserial.save_async(SMALL, path).wait()
-    assert difference(want, path.read_bytes()) is None
-    assert (report.fallback, report.engine, report.durable) == (HELD, "torch", False)
-    (why,) = fastserial.summary().saves.why_torch
-    assert (why.count, why.reason) == (1, HELD)

@@ -67,13 +67,6 @@ def test_what_killed_processes_left_is_removed(target: Path, named: bool, slots:
     assert target.read_bytes() == b"new"
 
 
-def test_a_failing_save_removes_them_too(target: Path) -> None:
-    (target.parent / temporary_name("x.pt", 0)).write_bytes(b"left")
-    with contextlib.suppress(ZeroDivisionError), FastFileWriter(target):
-        raise ZeroDivisionError
-    assert os.listdir(target.parent) == ["x.pt"]
-
-
 def test_a_live_temporary_file_is_left_alone(target: Path, named: bool) -> None:
     live = target.parent / temporary_name("x.pt", 0)
     with live.open("wb") as file:

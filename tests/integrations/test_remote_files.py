@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import os
 import threading
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,17 @@ def test_a_store_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(asked) > 1
 
 
+@contextlib.contextmanager
+def serving(handler: Callable[..., http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address of an HTTP server."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
 def test_a_connection_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """What arrived is kept, and only the rest is asked for again."""
     pytest.importorskip("obstore")
@@ -277,16 +289,12 @@ def test_a_connection_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(remote, "_ONE_CALL", 0.0)  # obstore does not try again
     monkeypatch.setattr(remote, "_TIMEOUT", 0.0)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Cut) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-            monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-            monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
-            source = remote.RemoteSource("s3://bucket/x.pt")
-            assert source.read_at(0, len(data)) == data
-        finally:
-            server.shutdown()
+    with serving(Cut) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+        source = remote.RemoteSource("s3://bucket/x.pt")
+        assert source.read_at(0, len(data)) == data
     assert asked == sorted(asked)
     assert 2 < len(asked) < 6
 
@@ -302,16 +310,12 @@ def test_a_server_that_ignores_ranges(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     torch.save(STATE, tmp_path / "x.pt")
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            url = f"http://127.0.0.1:{server.server_port}/x.pt"
-            for call in (fastserial.open, fastserial.load, fastserial.inspect):
-                with pytest.raises(RemoteError, match=rf"^{url}: .*Range.*: download it"):
-                    call(url)
-            assert fastserial.verify(url).status == "unreadable"
-        finally:
-            server.shutdown()
+    with serving(handler) as address:
+        url = f"{address}/x.pt"
+        for call in (fastserial.open, fastserial.load, fastserial.inspect):
+            with pytest.raises(RemoteError, match=rf"^{url}: .*Range.*: download it"):
+                call(url)
+        assert fastserial.verify(url).status == "unreadable"
     assert len(asked) == 4
 
 

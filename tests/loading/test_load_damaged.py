@@ -6,7 +6,6 @@ import io
 import os
 import random
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from support.archives import hostile, state
 from support.corpus import FORMATS, noise
 from support.damage import damaged
 from support.identity import digest, fast, saved, stock, stock_bytes
-from support.loading import FORCED, attempt, forced, last_report
+from support.loading import FORCED, attempt, last_report
 
 import fastserial
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
@@ -24,12 +23,7 @@ from fastserial.formats.source import BytesSource
 from fastserial.formats.zip_format import read_directory
 
 DIRECT, VERIFIED = FORCED["direct"], FORCED["verified"]
-
-
-@pytest.fixture(autouse=True)
-def _forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with forced(monkeypatch, 5000):
-        yield
+pytestmark = pytest.mark.usefixtures("all_forced")
 
 
 def checkpoint(fmt: str = "zip") -> bytes:
@@ -102,11 +96,9 @@ def test_every_record_is_verified(tmp_path: Path) -> None:
 def test_undamaged_is_verified(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
     path.write_bytes(checkpoint())
-    for options in (VERIFIED, {"verify_on_load": True}):
-        with fast(**options):
-            torch.load(path)
-        report = last_report()
-        assert report.verified
+    with fast(verify_on_load=True):
+        torch.load(path)
+    assert last_report().verified
     with stock():
         torch.serialization.set_crc32_options(False)
         try:
@@ -115,8 +107,7 @@ def test_undamaged_is_verified(tmp_path: Path) -> None:
             torch.serialization.set_crc32_options(True)
     with fast(**VERIFIED):
         torch.load(path)
-    report = last_report()
-    assert not report.verified
+    assert not last_report().verified
 
 
 def test_verified_although_torch_reads(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,11 @@ import pytest
 import torch
 from support.corpus import FORMATS, noise
 from support.identity import fast, stock_bytes
-from support.loading import FORCED, both, forced, last_report
+from support.loading import FORCED, both, last_report
 
 DIRECT = FORCED["direct"]
+pytestmark = pytest.mark.usefixtures("all_forced")
 HEAD = b"h" * 777
-
-
-@pytest.fixture(autouse=True)
-def _forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with forced(monkeypatch, 5000):
-        yield
 
 
 VALUE = {"w": torch.randn(70, 300), "e": torch.empty(0), "s": noise(700), "last": noise(9001)}

@@ -8,7 +8,6 @@ import functools
 import os
 import pickle
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -20,15 +19,10 @@ import pytest
 import torch
 from support.corpus import FORMATS, TORCH, noise
 from support.identity import digest, fast, saved
-from support.loading import FORCED, both, forced
+from support.loading import FORCED, both
 
 DIRECT = FORCED["direct"]
-
-
-@pytest.fixture(autouse=True)
-def _forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with forced(monkeypatch, 5000):
-        yield
+pytestmark = pytest.mark.usefixtures("all_forced")
 
 
 def state() -> dict[str, Any]:
@@ -293,29 +287,3 @@ def test_not_checkpoints(tmp_path: Path) -> None:
 
 
 # --- nesting, threads, memory -------------------------------------------------------------------
-
-
-class Interrupting:
-    """Stops the unpickler."""
-
-    def __reduce__(self) -> Any:
-        return (_interrupt, ())
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_nothing_is_left_open(fmt: str, tmp_path: Path) -> None:
-    good = saved(tmp_path, state(), fmt)
-    bad = saved(tmp_path, [noise(9_000_000), Interrupting(), noise(100)], fmt, "bad.pt")
-    with fast(**DIRECT):
-        torch.load(good)
-        descriptors, threads = os.listdir("/proc/self/fd"), threading.active_count()
-        torch.load(good)
-        for _ in range(3):
-            with pytest.raises(KeyboardInterrupt):
-                torch.load(bad, weights_only=False)
-        assert len(os.listdir("/proc/self/fd")) == len(descriptors)
-        assert threading.active_count() == threads

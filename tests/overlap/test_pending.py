@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.beside import Gate
+from support.corpus import CASES
 from support.identity import stock
 from support.limits import file_size_limit
 from support.processes import run
@@ -23,6 +24,7 @@ from support.processes import run
 import fastserial
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.overlap import asynchronous, pending
+from fastserial.reports import SAVES
 
 
 def bytes_of(obj: Any, folder: Path, name: str = "state.pt") -> bytes:
@@ -55,24 +57,14 @@ def test_the_file_is_the_one_that_torch_writes(
     assert 0 < report.snapshot.stall <= report.seconds + report.snapshot.stall
 
 
-ODD = {
-    "module": lambda: torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.BatchNorm1d(200)),
-    "views": lambda: [(base := torch.randn(50_000)), base[10:], base.view(100, 500).t()],
-    "sparse": lambda: torch.eye(300).to_sparse(),
-    "sparse_csr": lambda: torch.eye(300).to_sparse_csr(),
-    "quantized": lambda: torch.quantize_per_tensor(torch.randn(40_000), 0.1, 3, torch.qint8),
-    "storage": lambda: torch.randn(40_000).untyped_storage(),
-    "nested": lambda: torch.nested.nested_tensor([torch.randn(3), torch.randn(4)]),
-    "empty": lambda: [torch.empty(0), torch.empty(0, 3)],
-    "meta": lambda: [torch.randn(30_000), torch.empty(9, device="meta")],
-}
+ODD = "module views sparse quantized storage_untyped nested_jagged empty_between_data meta_tensors"
 
 
 @pytest.mark.parametrize("budget", [None, 0])
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", ODD.split())
 @pytest.mark.filterwarnings("ignore")
 def test_tensors_of_every_kind(tmp_path: Path, name: str, budget: int | None) -> None:
-    obj = ODD[name]()
+    obj = [CASES[name].build(), torch.randn(40_000)]
     fastserial.save_async(obj, tmp_path / "state.pt", snapshot_budget=budget).wait()
     assert (tmp_path / "state.pt").read_bytes() == bytes_of(obj, tmp_path)
 
@@ -253,10 +245,10 @@ def test_what_is_saved_before_the_call_returns(tmp_path: Path, state: Any) -> No
     assert report.snapshot is not None
     assert report.snapshot.kind == "blocking"
     assert report.fallback is not None
-    buffer = io.BytesIO()
-    report = fastserial.save_async(state, buffer).wait()  # type: ignore[arg-type]
-    assert report.fallback == "not a path"
-    assert torch.load(io.BytesIO(buffer.getvalue()))["step"] == 3
+    for target in (io.BytesIO(), os.fsencode(tmp_path / "a.pt")):
+        with pytest.raises(TypeError, match="path"):
+            fastserial.save_async(state, target)  # type: ignore[arg-type]
+    fastserial.wait_all()
 
 
 def test_an_unknown_torch(tmp_path: Path, state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,11 +260,16 @@ def test_an_unknown_torch(tmp_path: Path, state: Any, monkeypatch: pytest.Monkey
 
 def test_a_file_that_cannot_be_replaced_is_saved_at_once(tmp_path: Path, state: Any) -> None:
     path = tmp_path / "state.pt"
+    SAVES.clear()
     with path.open("wb"):
         saving = fastserial.save_async(state, path)
         assert saving.done()
-    assert saving.wait().fallback is not None
+    report = saving.wait()
+    held = "this process has the file open or locked"
+    assert (report.fallback, report.engine, report.durable) == (held, "torch", False)
     assert path.read_bytes() == bytes_of(state, tmp_path)
+    (why,) = fastserial.summary().saves.why_torch
+    assert (why.count, why.reason) == (1, held)
 
 
 def test_on_report_gets_the_whole_report_once(

@@ -73,7 +73,7 @@ def options(random: Random) -> Config:
 
 def write(
     path: Path, extents: list[Extent], config: Config, ledger: CrcLedger | None, base: int = 0
-) -> None:
+) -> ExtentWriter:
     """Write on a descriptor that the writer did not open itself."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
@@ -85,6 +85,7 @@ def write(
             out.close()
     finally:
         os.close(fd)
+    return out
 
 
 def ledger_of(plan: ZipPlan) -> CrcLedger:
@@ -134,17 +135,8 @@ def test_a_range_is_written_directly_but_for_its_first_and_last_page(
     monkeypatch.setattr(ThreadsEngine, "submit", note)
     storage = torch.zeros(1_000_000, dtype=torch.uint8).untyped_storage()
     extents = storage_extents(storage_batch([storage]), [b""])
-    path = tmp_path / "f"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
-    try:
-        out = ExtentWriter(
-            fd, Config(engine="threads", small_file=0, block_size=65_536, cache="drop")
-        )
-        out.write(extents, None, 5000)
-        out.flush()
-        out.close()
-    finally:
-        os.close(fd)
+    config = Config(engine="threads", small_file=0, block_size=65_536, cache="drop")
+    out = write(tmp_path / "f", extents, config, None, 5000)
     if not out.outcome.direct:
         pytest.skip(f"no direct I/O here: {out.outcome.fallback}")
     assert direct == 1_000_000 - (8192 - 5000) - (1_005_000 % 4096)

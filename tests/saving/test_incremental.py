@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +135,6 @@ def test_where_nothing_can_be_cloned_all_is_written(
     assert report.fallback == f"nothing can be cloned from the base: {os.strerror(error)}"
 
 
-def test_a_file_system_without_reflinks() -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        state, path = backbone(), Path(folder, "x.pt")
-        save(state, path, None)
-        report = save(state, path, path)
-    assert report.cloned == 0
-    assert (report.fallback or "").startswith("nothing can be cloned from the base: ")
-
-
 def test_an_interrupt_in_the_comparison_leaves_the_old_file(
     tmp_path: Path, reflinks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,42 +153,32 @@ def test_an_interrupt_in_the_comparison_leaves_the_old_file(
     assert sorted(os.listdir(tmp_path)) == ["stock", "x.pt"]
 
 
-def test_save_async_of_a_checkpointer(tmp_path: Path, reflinks: list[tuple[int, int]]) -> None:
-    model = torch.nn.Linear(1000, 1000)
-    model.requires_grad_(False)
-    head = torch.nn.Linear(1000, 10)
+@pytest.mark.parametrize("ranks", [False, True])
+def test_a_checkpointer(tmp_path: Path, reflinks: list[tuple[int, int]], ranks: bool) -> None:
+    model, head = torch.nn.Linear(1000, 1000).requires_grad_(False), torch.nn.Linear(1000, 10)
+    if ranks:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
     objects = {"model": model, "head": head}
-    with Checkpointer(tmp_path, objects, keep=1, incremental=True) as checkpointer:
-        reports = []
-        for step in range(3):
-            with torch.no_grad():
-                head.weight += 1
-            saving = checkpointer.save(step)
-            assert saving is not None
-            reports.append(saving.result())
-        assert [report.cloned > 3_900_000 for report in reports] == [False, True, True]
-    assert fastserial.verify(tmp_path / "step-00000002.pt").ok
-    with torch.no_grad():
-        model.weight.zero_()
-    with Checkpointer(tmp_path, objects) as checkpointer:
-        assert checkpointer.resume() == 2
-    assert model.weight.any()
-
-
-def test_a_checkpointer_of_ranks(tmp_path: Path, reflinks: list[tuple[int, int]]) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        mesh = dist.init_device_mesh("cpu", (1,))
-        model = fully_shard(torch.nn.Linear(1000, 1000), mesh=mesh)
-        with Checkpointer(tmp_path, {"model": model}, incremental=True) as checkpointer:
+        with Checkpointer(tmp_path, objects, keep=1, incremental=True) as checkpointer:
             reports = []
             for step in range(3):
+                with torch.no_grad():
+                    head.weight += 1
                 saving = checkpointer.save(step)
                 assert saving is not None
                 reports.append(saving.result())
         assert [report.cloned > 3_900_000 for report in reports] == [False, True, True]
         written = sum(part.bytes for part in reports[1].ranks)
-        assert 0 < reports[1].bytes - reports[1].cloned - written < 4096  # the end of the archive
+        rest = reports[1].bytes - reports[1].cloned - written  # the end of the archive
+        assert 0 < rest < 4096 or not ranks
+        assert fastserial.verify(tmp_path / "step-00000002.pt").ok
+        with torch.no_grad():
+            model.weight.zero_()
+        with Checkpointer(tmp_path, objects) as checkpointer:
+            assert checkpointer.resume() == 2
+        assert model.weight.abs().sum() > 0
     finally:
-        dist.destroy_process_group()
-    assert fastserial.verify(tmp_path / "step-00000002.pt").ok
+        if ranks:
+            dist.destroy_process_group()

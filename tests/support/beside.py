@@ -52,9 +52,8 @@ def gate() -> Iterator[Gate]:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
-    with pytest.MonkeyPatch.context():
-        for save in list(pending._pending):
-            save.exception(60)
+    for save in list(pending._pending):
+        save.exception(60)
     assert not pending._pending
     left = list(pending._failed)
     pending._failed.clear()

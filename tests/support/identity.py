@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import ctypes
-import gzip
 import hashlib
 import io
 import os
@@ -443,15 +442,6 @@ def _(folder: Path, save: Save) -> Seen:
     file = _TheirWriter()
     save(file)
     return Seen(b"".join(file.parts))
-
-
-@target("gzip")
-def _(folder: Path, save: Save) -> Seen:
-    with gzip.open(folder / "file.gz", "wb") as file:
-        save(file)
-        position = file.tell()
-    # The compressed bytes carry the time.
-    return Seen(gzip.decompress((folder / "file.gz").read_bytes()), position)
 
 
 @target("pipe")

@@ -103,6 +103,12 @@ def forced(monkeypatch: pytest.MonkeyPatch, large: int) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def all_forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with forced(monkeypatch, 5000):
+        yield
+
+
 def both(
     load: Callable[[], Any],
     *option_sets: Mapping[str, Any],

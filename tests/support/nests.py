@@ -22,15 +22,17 @@ def like(value: Any, make: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
-def blank(value: Any) -> Any:
-    """Return a nest into which the same is loaded: zeros, and None for values."""
+def zeros(full: torch.Tensor) -> torch.Tensor:
+    return torch.empty(full.shape, dtype=full.dtype).zero_()
+
+
+def blank(value: Any, make: Callable[[torch.Tensor], Any] = zeros) -> Any:
+    """Return a nest into which the same is loaded: other tensors, and None for values."""
     if isinstance(value, dict):
-        return {key: blank(item) for key, item in value.items()}
+        return {key: blank(item, make) for key, item in value.items()}
     if isinstance(value, list):
-        return [blank(item) for item in value]
-    if isinstance(value, torch.Tensor):
-        return torch.empty(value.shape, dtype=value.dtype).zero_()
-    return None
+        return [blank(item, make) for item in value]
+    return make(value) if isinstance(value, torch.Tensor) else None
 
 
 def flat(value: Any, key: str = "") -> dict[str, torch.Tensor]:

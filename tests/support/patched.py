@@ -60,19 +60,23 @@ def caught(function, **kwargs):
 
 
 def main(scenes):
-    """Run the scene that the command line names, or `each` in a fork of one process with torch."""
+    """Run the scene that the command line names, or `each` in a fork of one process with torch.
+
+    Of `each`, a scene has its arguments behind it: `SCENE|ARGUMENT|ARGUMENT`.
+    """
     name, *arguments = sys.argv[1:]
     if name != "each":
         scenes[name](*arguments)
         return
     import torch  # noqa: F401
 
-    for name in arguments:
+    for words in arguments:
+        name, *its = words.split("|")
         child = os.fork()
         if child == 0:
             status = 1
             try:
-                scenes[name]()
+                scenes[name](*its)
                 status = 0
             except BaseException:
                 traceback.print_exc()

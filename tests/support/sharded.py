@@ -145,6 +145,28 @@ def hold(chance: random.Random, full: torch.Tensor, grids: list[DeviceMesh], fla
     return FlatShard(tuple(full.shape), full.dtype, first, stop - first, local)
 
 
+class Holder:
+    """Holds tensors in any way, in the same ways each time for the same seed: as targets of a load,
+    made of zeros, and as what they are to be then."""
+
+    def __init__(
+        self, seed: int, grids: list[DeviceMesh], flat: float = 0.2, zeros: bool = False
+    ) -> None:
+        self._chance = random.Random(seed)
+        self._grids, self._flat, self._zeros = grids, flat, zeros
+
+    def __call__(self, full: torch.Tensor) -> Any:
+        kind, seed = self._chance.random(), self._chance.randrange(2**31)
+        full = full.detach().resolve_conj().contiguous().clone()
+        if self._zeros:
+            full.zero_()
+        if kind < 0.15:
+            return full
+        if kind < 0.25 and full.dim() > 1:
+            return full.transpose(0, 1).contiguous().transpose(0, 1)
+        return hold(random.Random(seed), full, self._grids, self._flat)
+
+
 def random_dtensor(chance: random.Random, full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a tensor distributed at random, sometimes with a strided shard. No traffic."""
     if full.dim() and chance.random() < 0.4:

@@ -204,6 +204,8 @@ def test_a_run_in_the_folder_of_another(tmp_path: Path) -> None:
         assert checkpointer.resume() == 35
         with pytest.warns(UserWarning, match="later checkpoints"):
             assert checkpointer.resume(step=30) == 30
+        with pytest.raises(FileNotFoundError):
+            checkpointer.resume(step=9)
         checkpointer.save(35)
         checkpointer.save(40)
     assert names(tmp_path) == [f"step-{step:08d}.pt" for step in (35, 40)]
@@ -217,12 +219,13 @@ def test_the_first_save_makes_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "typo" / "run"
     with Checkpointer(folder, {"x": 1}) as checkpointer:
         with pytest.warns(UserWarning, match="whether its file system is mounted"):
-            assert checkpointer.resume() == 0
+            assert (checkpointer.resume(), checkpointer.step) == (0, None)
         assert not folder.parent.exists()
         assert checkpointer.latest() is None
         checkpointer.save(0)
+        assert checkpointer.step == 0
     with Checkpointer(folder, {"x": 1}) as checkpointer:
-        assert checkpointer.resume() == 0
+        assert (checkpointer.resume(), checkpointer.step) == (0, 0)
         assert checkpointer.latest() == str(folder / "step-00000000.pt")
 
 

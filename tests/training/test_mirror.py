@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import processes, ranks
+from support import ranks
 from support.damage import flip
 from support.forms import FULL
 from support.lives import names
@@ -209,14 +209,18 @@ def test_what_opens_no_url(tmp_path: Path) -> None:
 
 def _kill_at_random(dice: random.Random, folder: Path, url: str, spoiled: bool) -> int:
     """Start a run, kill it, and return the step that it last said is in the mirror."""
-    words = [processes.program("mirrored"), folder, url, int(spoiled)]
-    with processes.start(*words) as run:
-        assert run.stdout is not None
-        assert run.stdout.readline().startswith("start")
-        time.sleep(dice.random() * 0.5)
-        run.kill()
-        lines = [line for line in run.stdout.read().splitlines(keepends=True) if line[-1] == "\n"]
-    return int(lines[-1]) if lines else 0
+    job = ranks.Job("mirrored", 1, folder, url, int(spoiled))
+    until = time.monotonic() + 60
+    while "\n" not in job.out(0):
+        assert time.monotonic() < until, "it does not start"
+        time.sleep(0.005)
+    time.sleep(dice.random() * 0.5)
+    job.kill(0)
+    (ended,) = job.wait()
+    start, *lines = ended.out.splitlines(keepends=True)
+    assert start.startswith("start")
+    whole = [line for line in lines if line[-1] == "\n"]
+    return int(whole[-1]) if whole else 0
 
 
 @pytest.mark.trials(3, 100)

@@ -93,8 +93,11 @@ def test_metrics_have_to_have_what_is_compared(tmp_path: Path) -> None:
 
 
 def test_names(tmp_path: Path) -> None:
-    (tmp_path / "step-00000001.pt").write_bytes(b"mine")
-    (tmp_path / ".run-4.ckpt.fastserial-0.tmp").write_bytes(b"half")
+    """Others stay, also those that are much like them; what killed saves left goes."""
+    others = {"run-10.ckpt.bak", "run-010.ckpt", "run-1.pt", ".other.pt.fastserial-0.tmp"}
+    for name in (*others, ".run-4.ckpt.fastserial-0.tmp"):
+        (tmp_path / name).write_bytes(b"mine")
+    (tmp_path / "run-0.ckpt").mkdir()
     state = {"x": 1}
     with Checkpointer(tmp_path, state, keep=2, name="run-{step}.ckpt") as checkpointer:
         checkpointer.resume()
@@ -102,7 +105,7 @@ def test_names(tmp_path: Path) -> None:
             checkpointer.save(step)
         checkpointer.wait()
         assert checkpointer.resume() == 11
-    assert names(tmp_path) == ["run-10.ckpt", "run-11.ckpt", "step-00000001.pt"]
+    assert set(names(tmp_path)) == others | {"run-0.ckpt", "run-10.ckpt", "run-11.ckpt"}
     for wrong in ("run.pt", "{step}-{step}.pt", "{x}.pt", "a/{step}.pt", "{step:.0s}x", "{"):
         with pytest.raises(fastserial.ConfigError, match="name must be"):
             Checkpointer(tmp_path, state, name=wrong)
@@ -124,24 +127,25 @@ def test_on_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert steps(tmp_path) == [2]
 
 
-def test_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many steps, or so much time."""
     now = [0.0]
     monkeypatch.setattr(module, "perf_counter", lambda: now[0])
-    with Checkpointer(tmp_path, {"x": 1}, keep=9, every="10min") as checkpointer:
-        for step in range(1, 31):
-            now[0] = step * 90.0  # seconds
-            checkpointer.save(step)
-        assert checkpointer.save(30, force=True) is not None
-    assert steps(tmp_path) == [7, 14, 21, 28, 30]
+    for every, wanted in ((10, [10, 20, 30]), ("10min", [7, 14, 21, 28, 30])):
+        folder, now[0] = tmp_path / str(every), 0.0
+        with Checkpointer(folder, {"x": 1}, keep=9, every=every) as checkpointer:
+            for step in range(1, 31):
+                now[0] = step * 90.0  # seconds
+                checkpointer.save(step)
+            assert checkpointer.save(30, force=True) is not None
+        assert steps(folder) == wanted
 
 
-def test_step_tells_none_from_0(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, {"x": 1}) as checkpointer:
-        assert (checkpointer.resume(), checkpointer.step) == (0, None)
+def test_step_0_is_pruned(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"x": 1}, keep=1) as checkpointer:
         checkpointer.save(0)
-        assert checkpointer.step == 0
-    with Checkpointer(tmp_path, {"x": 1}) as checkpointer:
-        assert (checkpointer.resume(), checkpointer.step) == (0, 0)
+        checkpointer.save(1)
+    assert steps(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("text", ["", "10", "min", "-1s", "1 week", "0s", 5])

@@ -14,12 +14,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from support.loading import tensors
-from support.nests import differing, like
+from support.nests import blank, differing, like
 from support.ranks import join
-from support.sharded import NEWER, hold, meshes, noise, random_tensor
+from support.sharded import NEWER, Holder, meshes, noise, random_tensor
 
 import fastserial
-from fastserial.distributed import load, save
+from fastserial.distributed import load
 from fastserial.distributed.onefile import flow
 from fastserial.distributed.plan import owners
 
@@ -58,32 +58,13 @@ def saved(chance: random.Random) -> dict[str, Any]:
     return nest
 
 
-class Maker:
-    """Makes a target for each tensor; the same choices each time for the same seed."""
-
-    def __init__(self, seed: int, grids: list[Any], zeros: bool = False) -> None:
-        self.chance = random.Random(seed)
-        self.grids, self.zeros = grids, zeros
-
-    def target(self, full: torch.Tensor) -> Any:
-        kind, seed = self.chance.random(), self.chance.randrange(2**31)
-        full = full.resolve_conj().contiguous().clone()
-        if self.zeros:
-            full.zero_()
-        if kind < 0.15:
-            return full
-        if kind < 0.25 and full.dim() > 1:
-            return full.transpose(0, 1).contiguous().transpose(0, 1)
-        return hold(random.Random(seed), full, self.grids, flat=0.2)
-
-
 def main() -> None:
     rank, world = join()
     folder, seed, cases = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     counts = [count for count in (1, 2, 3, 4, 6, 8) if count <= world]
     groups = {count: dist.new_group(list(range(count))) for count in counts}
     grids = {count: meshes(count) for count in counts}
-    moved = verified = saved_sharded = 0
+    moved = verified = 0
     for case in range(cases):
         chance = random.Random(f"{seed}/{case}")
         count = chance.choice(counts)
@@ -92,21 +73,15 @@ def main() -> None:
         legacy, broadcast, check = (chance.random() < p for p in (0.25, 0.7, 0.5))
         block, window = chance.choice([64, 256, 4096]), chance.choice([4096, 65536])
         legacy = legacy and not any(one.dtype in NEWER for one in tensors(nest))
-        choices, sources = chance.randrange(2**31), chance.randrange(2**31)
-        sharded, writers = chance.random() < 0.4, chance.choice(counts)
-        if sharded and rank < writers:
-            source = like(nest, Maker(sources, grids[writers]).target)
-            with fastserial.options(durable=False):
-                save(source, path, group=groups[writers], timeout=60)
-        elif not sharded and rank == 0:
+        choices = chance.randrange(2**31)
+        if rank == 0:
             torch.save(nest, path, _use_new_zipfile_serialization=not legacy)
         dist.barrier()
         if rank >= count:
             continue
         direct = chance.choice(["auto", True])
-        into = like(nest, Maker(choices, grids[count], zeros=True).target)
-        into["step"] = into["deep"]["name"] = None
-        want = like(nest, Maker(choices, grids[count]).target)
+        into = blank(nest, Holder(choices, grids[count], zeros=True))
+        want = like(nest, Holder(choices, grids[count]))
         with (
             mock.patch.object(owners, "_FINEST", block),
             mock.patch.object(flow, "_LARGEST_WINDOW", window),
@@ -117,10 +92,9 @@ def main() -> None:
             raise AssertionError(f"seed {seed}, case {case}, {count} ranks: {key} of {nest}")
         assert report.verified <= check
         assert broadcast or not any(line.sent_bytes for line in report.ranks), report
-        saved_sharded += sharded
         moved += sum(line.sent_bytes for line in report.ranks)
         verified += report.verified
-    print({"moved": moved, "verified": verified, "sharded": saved_sharded})
+    print({"moved": moved, "verified": verified})
 
 
 main()

@@ -71,8 +71,8 @@ def refused(
 def good() -> State:
     return {
         "step": 7,
-        "rows": distribute_tensor(torch.arange(3 * MIB).view(3072, 1024), MESH, [Shard(0)]),
-        "columns": distribute_tensor(torch.arange(3 * MIB).view(1024, 3072), MESH, [Shard(1)]),
+        "rows": distribute_tensor(torch.arange(MIB).view(1024, 1024), MESH, [Shard(0)]),
+        "columns": distribute_tensor(torch.arange(MIB).view(1024, 1024), MESH, [Shard(1)]),
     }
 
 
@@ -131,7 +131,7 @@ WRONG: list[tuple[Callable[[], State], Callable[[State], object], int | None, st
     (
         dict,
         lambda state: state.update(
-            rows=placed(torch.zeros(3072, 340, dtype=torch.int64), Shard(1), 3072, 1024)
+            rows=placed(torch.zeros(1024, 340, dtype=torch.int64), Shard(1), 1024, 1024)
         ),
         2,
         "its 'rows' is placed otherwise",
@@ -170,7 +170,7 @@ def states() -> None:
 
 
 def full_disk() -> None:
-    limit = 5 * MIB if RANK == 1 else resource.RLIM_INFINITY
+    limit = MIB if RANK == 1 else resource.RLIM_INFINITY
     with file_size_limit(limit):
         refused(save, 1, "File too large")
 
@@ -359,7 +359,8 @@ def main() -> None:
         dist.barrier()
         before = PATH.read_bytes()
         dist.barrier()
-        case()
+        with fastserial.options(small_file=0):  # by an engine
+            case()
         dist.barrier()
         assert PATH.read_bytes() == before, case.__name__
         assert os.listdir(PATH.parent) == [PATH.name], case.__name__

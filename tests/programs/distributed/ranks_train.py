@@ -26,48 +26,24 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fastserial import distributed, last_save_report
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 3 * width)
-        self.down = nn.Linear(3 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, width: int, tied: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(101, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.head = nn.Linear(width, 101, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-        self.register_buffer("seen", torch.zeros(7))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def made(kind: str, count: int) -> nn.Module:
     """Return a model in the way of a kind of parallelism."""
     torch.manual_seed(1)
-    width = 258 if "large" in kind else 24
-    model: nn.Module = Model(width, "tied" in kind)
+    width, more = 258 if "large" in kind else 24, {"dropout": 0.0, "batch_first": True}
+    blocks = [nn.TransformerEncoderLayer(width, 6, 3 * width, **more) for _ in range(2)]
+    head = nn.Linear(width, 101, bias=False)
+    model = nn.Sequential(nn.Embedding(101, width), *blocks, head)
+    if "tied" in kind:
+        head.weight = model[0].weight
+    model.register_buffer("seen", torch.zeros(7))
     if kind.startswith("fsdp-tp"):
         mesh = init_device_mesh("cpu", (count // 2, 2), mesh_dim_names=("dp", "tp"))
-        for block in model.blocks:
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in blocks:
+            plan = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
             parallelize_module(block, mesh["tp"], plan)
             fully_shard(block, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
-        return model
-    return parallel(model, kind.split("-")[0], *model.blocks)
+        return fully_shard(model, mesh=mesh["dp"])
+    return parallel(model, kind.split("-")[0], *blocks)
 
 
 def trimmed(value: Any) -> Any:

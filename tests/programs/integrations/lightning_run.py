@@ -24,7 +24,6 @@ OPTIONS: dict[str, Any] = {
     "io": "stock",  # stock, fast, async
     "steps": 12,
     "every": 2,
-    "top_k": 2,
     "last": True,  # True, "link" or None
     "resume": None,  # a path, or "last"
     "weights_only_saves": False,
@@ -137,7 +136,7 @@ def main() -> None:
         filename="{step}",
         monitor="step",
         mode="max",
-        save_top_k=options["top_k"],
+        save_top_k=2,
         save_last=options["last"],
         every_n_train_steps=options["every"],
         save_weights_only=options["weights_only_saves"],

@@ -84,6 +84,7 @@ def status_tells() -> None:
     before = fastserial.status()
     assert before.torch is None and not before.installed and "not been called" in before.reason
     fastserial.install()
+    assert both()
     print(json.dumps(dataclasses.asdict(fastserial.status())))
     fastserial.uninstall()
     assert "uninstall()" in fastserial.status().reason
