@@ -377,9 +377,10 @@ def _save_model(engine: Any, *arguments: Any, **named: Any) -> Any:
     """
     ours, stock = engine.checkpoint_engine, type(engine)._save_checkpoint
     is_divided = engine.zero_optimization_partition_weights()
+    if not ours.data_parallel or is_divided or _why_alone(engine) is not None:
+        return stock(engine, *arguments, **named)
     group = groups._get_sequence_data_parallel_group()
-    alone = dist.get_world_size(group=group) == 1 or _why_alone(engine) is not None
-    if not ours.data_parallel or is_divided or alone:
+    if dist.get_world_size(group=group) == 1:
         return stock(engine, *arguments, **named)
     by_stock, engine.save_non_zero_checkpoint = engine.save_non_zero_checkpoint, True
     ours.shared = SharedFile(group, writers_of(engine), by_stock)
