@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from said import Launch, Said, told
+from said import Launch, Said, parsed
 from support import processes, ranks
 
 from fastserial.engines.deepspeed.aio_op import load_op, missing
@@ -54,7 +54,7 @@ def launch() -> Iterator[Launch]:
     server = ranks.Server("deepspeed")
 
     def run(world: int, *arguments: object) -> Said:
-        return told(ranks.Job("train", world, *arguments, server=server).wait())
+        return parsed(ranks.Job("train", world, *arguments, server=server).wait())
 
     yield run
     server.close()

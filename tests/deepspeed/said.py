@@ -12,7 +12,7 @@ Said = list[dict[str, Any]]
 Launch = Callable[..., Said]
 
 
-def told(ended: Sequence[Ended]) -> Said:
+def parsed(ended: Sequence[Ended]) -> Said:
     """What they printed as JSON, and how they ended."""
     said: Said = []
     for rank, one in enumerate(ended):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from said import Launch, check_exit, having, losses, told
+from said import Launch, check_exit, having, losses, parsed
 from support.processes import run
 
 from fastserial.diagnosis.examine import examine
@@ -63,7 +63,7 @@ def test_what_ranks_cannot_share_has_one_writer(launch: Launch, tmp_path: Path) 
     assert "one rank writes it alone" in having(said, "stderr")[0]["stderr"]
 
 
-def test_a_checkpoint_that_was_not_begun_is_not_named(launch: Launch, tmp_path: Path) -> None:
+def test_latest_never_names_a_checkpoint_that_was_refused(launch: Launch, tmp_path: Path) -> None:
     """DeepSpeed refuses the key; the next step commits nothing."""
     at = ["--folder", tmp_path, "--via", "enable", *WAYS["overlapped"], "--destroy"]
     said = launch(2, "--stage", 1, *SHORT, *at, "--key", "checkpoint_parallel_dimensions")
@@ -106,7 +106,7 @@ def test_config_route_by_the_environment(tmp_path: Path) -> None:
     config = json.dumps({"fastserial": True})
     at = ["--stage", 1, "--folder", tmp_path, "--via", "stock", "--config", config]
     store = {"RANK": "0", "WORLD_SIZE": "1", "FASTSERIAL_TEST_STORE": str(tmp_path / "store")}
-    said = told([run("train", *SHORT, *at, variables={**store, "FASTSERIAL": "1"})])
+    said = parsed([run("train", *SHORT, *at, variables={**store, "FASTSERIAL": "1"})])
     check_exit(said)
     assert [line["by"] for line in having(said, "saved")] == ["FastserialCheckpointEngine"]
 
