@@ -84,6 +84,8 @@ def _cloned(path: Path, device: str, _: Any) -> State:
 
 def _fastsafetensors(path: Path, device: str, _: Any) -> State:
     package = importlib.import_module("fastsafetensors")
+    if device == "cuda":
+        device = f"cuda:{torch.cuda.current_device()}"  # it wants an index
     # without GPUDirect Storage: where that is not set up, it goes through the host unsaid
     with package.fastsafe_open(filenames=[str(path)], nogds=True, device=device) as file:
         return {name: file.get_tensor(name).to(device, copy=True) for name in list(file.keys())}

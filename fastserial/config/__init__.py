@@ -32,6 +32,7 @@ Transfer = Literal[
     "auto", "gds", "cpu", "cpu_gpu", "cpu_async_gpu", "cpu_cached_gpu", "gpu_async", "gpu_batch"
 ]
 TRANSFERS = get_args(Transfer)[1:]  # as gdsio numbers them, from 0 on (`-x`)
+PAST_HOST = ("gds", "gpu_async", "gpu_batch")  # between device and drive: engines.gds
 
 
 @dataclass(frozen=True, slots=True)

@@ -621,11 +621,16 @@ class Retries:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], durable: bool, replace_link: bool, seconds: int
+        self,
+        path: str | os.PathLike[str],
+        durable: bool,
+        replace_link: bool,
+        named: bool,
+        seconds: int,
     ) -> None:
         """Take the arguments of `open_path`, and how long the save may be repeated."""
         self.reason: Reason | None = None
-        self._open = functools.partial(open_path, path, durable, replace_link)
+        self._open = functools.partial(open_path, path, durable, replace_link, named)
         self._path, self._seconds = path, seconds
         self._deadline: float | None = None  # from the first error on: a save may take long
         self._pause = _FIRST_PAUSE
@@ -660,7 +665,11 @@ class Retries:
 
 
 def open_destination(
-    given: Any, durable: bool, replace_link: bool = False, retry_seconds: int = 0
+    given: Any,
+    durable: bool,
+    replace_link: bool = False,
+    named: bool = False,
+    retry_seconds: int = 0,
 ) -> Destination | StockWay:
     """Open the destination of a save, or return why only torch may write it.
 
@@ -672,14 +681,14 @@ def open_destination(
 
     Args:
         given: a path or a file object, as for `torch.save`.
-        durable, replace_link: as for `open_path`.
+        durable, replace_link, named: as for `open_path`.
         retry_seconds: how long it is repeated while a network file system fails.
 
     Raises:
         WriteError: nothing can be written there, by torch neither.
     """
     if isinstance(given, str | os.PathLike):
-        return Retries(given, durable, replace_link, retry_seconds).open()
+        return Retries(given, durable, replace_link, named, retry_seconds).open()
     return _open_file(given)
 
 
@@ -696,7 +705,7 @@ def open_path(
         path: of the file that is made or replaced.
         durable: sync the new file and its directory.
         replace_link: a symbolic link at the path is replaced, not the file that it leads to.
-        named: make the file under a temporary name, by which other processes can open it.
+        named: make the file under a temporary name, by which other processes and cuFile open it.
         looks: how often to look at a target that others replace or remove meanwhile.
 
     Raises:

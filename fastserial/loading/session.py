@@ -17,6 +17,7 @@ from fastserial.config.performance import (
     MOSTLY_CACHED,
     SHORT_LOAD,
     SMALL_CACHED_LOAD,
+    SMALL_DEVICE_LOAD,
     SMALL_LOAD,
 )
 from fastserial.errors import CorruptCheckpointError
@@ -161,9 +162,14 @@ def current_session() -> LoadSession | None:
     return load if load is not None and not load.used else None
 
 
-def is_small(source: FileSource, config: Config) -> bool:
-    """Return whether torch reads the storages of this file at least as fast as we would."""
-    if source.size <= SMALL_LOAD * config.small_file:
+def is_small(source: FileSource, config: Config, device: torch.device | None) -> bool:
+    """Return whether torch reads the storages of this file at least as fast as we would.
+
+    Args:
+        device: to which it reads them; None: to the host.
+    """
+    most = SMALL_LOAD if device is None else SMALL_DEVICE_LOAD
+    if source.size <= most * config.small_file:
         return True
     if source.size > SMALL_CACHED_LOAD * config.small_file:
         return False

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastserial.config import Config, current
+from fastserial.config import PAST_HOST, Config, current
 from fastserial.config.performance import PAGE, PINNED_MOST, PINNED_RING, THROUGH_RING
 from fastserial.errors import EngineError
 from fastserial.interrupts import finish
@@ -308,7 +308,6 @@ def free_pinned() -> int:
 
 
 _log = logging.getLogger("fastserial")
-DIRECT = ("gds", "gpu_async", "gpu_batch")  # past the host: engines.gds
 _warned: set[str] = set()
 
 
@@ -324,7 +323,7 @@ def instead(word: str, why: str) -> Transfer:
 def on_host(config: Config) -> Transfer:
     """Return the transfer type of a file whose tensors are all on the host, and why it is none."""
     word = config.transfer
-    return Transfer("cpu", f"{word}: no tensor is on a device") if word in DIRECT else HOST_ONLY
+    return Transfer("cpu", f"{word}: no tensor is on a device") if word in PAST_HOST else HOST_ONLY
 
 
 def open_ring(
@@ -345,7 +344,7 @@ def open_ring(
         return None, Transfer("cpu_gpu", why)
     if word == "auto":
         word, why = "cpu_async_gpu", "auto: pinned memory and streams of its own"
-    elif word in DIRECT:
+    elif word in PAST_HOST:
         word, why = "cpu_async_gpu", f"{word}: for blocks of files only"
     ring = _new_ring(config, used_devices, any_memory)
     if isinstance(ring, str):

@@ -126,10 +126,10 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
     verify = config.verify_on_load
     load.verified = verify and all_checksums(directory)
     records = storage_records(directory)
-    if not records or is_small(source, config):
+    device = None if config.transfer == "cpu" else device_of(map_location, stock)
+    if not records or is_small(source, config, device):
         load.fallback = Reason("a small file" if records else "no storages", QUICKER)
     else:
-        device = None if config.transfer == "cpu" else device_of(map_location, stock)
         _read_ahead(load, source, records, device)
     load.archive = FastZipReader(stock, source.name, limit, directory, load.prefetch, verify)
     load.phases["directory"] = perf_counter() - began

@@ -17,7 +17,7 @@ import torch
 
 # the default engine: a signal handler must not find it half imported
 import fastserial.engines.threads  # noqa: F401
-from fastserial.config import current
+from fastserial.config import PAST_HOST, current
 from fastserial.errors import WriteError
 from fastserial.files.destination import StockWay, open_destination
 from fastserial.formats.zip_format import DESCRIPTOR_SIGNATURE
@@ -167,7 +167,13 @@ def open_writer(
     """
     config = current()
     try:
-        found = open_destination(target, config.durable, replace_link, config.retry_seconds)
+        found = open_destination(
+            target,
+            config.durable,
+            replace_link,
+            named=config.transfer in PAST_HOST,
+            retry_seconds=config.retry_seconds,
+        )
     except WriteError as error:
         scarce = error.errno in (errno.EMFILE, errno.ENFILE)
         if not scarce or (replace_link and os.path.islink(target)):  # torch would follow it

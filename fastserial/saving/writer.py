@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastserial.checksums import CrcLedger
-from fastserial.config import Config, current
+from fastserial.config import PAST_HOST, Config, current
 from fastserial.config.performance import GATHERED, GiB
 from fastserial.errors import WriteError, name_in
 from fastserial.files.destination import (
@@ -96,8 +96,12 @@ class FastFileWriter:
         self._container = container
         self._report: SaveReport | None = None
         if not isinstance(given, Replacement | CallersFile):
-            durable, seconds = self._config.durable, self._config.retry_seconds
-            found = open_destination(given, durable, retry_seconds=seconds)
+            found = open_destination(
+                given,
+                self._config.durable,
+                named=self._config.transfer in PAST_HOST,
+                retry_seconds=self._config.retry_seconds,
+            )
             given = required(found, given)
         if isinstance(given, CallersFile) and self._config.durable:
             self._config = replace(self._config, durable=False)  # the caller decides when to sync

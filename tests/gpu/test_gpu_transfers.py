@@ -14,8 +14,8 @@ from support.limits import peak
 from support.loading import last_report
 
 import fastserial
+from fastserial.config import PAST_HOST
 from fastserial.engines.gds.memory import missing
-from fastserial.memory import buffers as ring_module
 
 need_gpu()
 
@@ -47,7 +47,7 @@ def test_words(tmp_path: Path, word: str, zipped: bool) -> None:
     wanted = state()
     torch.save(wanted, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
     stocks = (tmp_path / "a.pt").read_bytes()
-    fastserial.install(transfer=word)
+    fastserial.install(transfer=word, small_file=0)
     torch.save(wanted, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
     assert (tmp_path / "a.pt").read_bytes() == stocks
     saved = last_save()
@@ -94,13 +94,13 @@ def test_memory(tmp_path: Path, zipped: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:transfer ")
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-@pytest.mark.parametrize("word", ring_module.DIRECT)
+@pytest.mark.parametrize("word", PAST_HOST)
 def test_past_the_host(tmp_path: Path, word: str, zipped: bool) -> None:
     """Either way the bytes are stock's. What cuFile does not serve here is told, and why."""
     wanted = state()
     torch.save(wanted, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
     stocks = (tmp_path / "a.pt").read_bytes()
-    fastserial.install(transfer=word, direct=True)
+    fastserial.install(transfer=word, small_file=0, direct=True)
     for _ in range(2):
         torch.save(wanted, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
         assert (tmp_path / "a.pt").read_bytes() == stocks

@@ -277,6 +277,17 @@ def test_words(
         assert not last_save().direct
 
 
+def test_small_files_are_loaded_by_torch(tmp_path: Path, device: FakeDevice) -> None:
+    """To a device larger ones than to the host: pinned memory and streams are made first."""
+    path = tmp_path / "a.pt"
+    torch.save({"a": noise(600_000)}, path)
+    fastserial.install(**{**SMALL, "small_file": 100_000})
+    torch.load(path)
+    assert last_report().fallback is None
+    torch.load(path, map_location=HERE)
+    assert "a small file" in last_report().fallback
+
+
 @pytest.mark.parametrize("word", WORDS)
 def test_without_cufile(
     tmp_path: Path, device: FakeDevice, word: str, monkeypatch: pytest.MonkeyPatch
@@ -379,6 +390,7 @@ def test_refused_at_the_start(
     assert last_save().transfer == "cpu_async_gpu"
     assert same(torch.load(path, map_location=HERE), value)  # said once
     assert last_report().transfer == "cpu_async_gpu"
+    assert fake.calls.count("set_parameter_bool") == 1, "a refusal of the driver is asked for again"
     assert not fake.moved
 
 

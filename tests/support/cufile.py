@@ -23,7 +23,11 @@ from fastserial.memory import buffers as ring_module
 from support.devices import FakeDevice, plugged_in
 
 PAGE = 4096
-_ERRORS = {5008: "GDS is not supported on the current file", 5044: "cufile io error"}
+_ERRORS = {
+    5008: "GDS is not supported on the current file",
+    5031: "failed to obtain new file descriptor",
+    5044: "cufile io error",
+}
 
 
 class CuFileError(Exception):
@@ -106,6 +110,9 @@ class FakeCuFile:
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         assert flags & os.O_DIRECT
         assert not flags & os.O_ASYNC, "a flag that cuFile does not know"
+        path = os.readlink(f"/proc/self/fd/{fd}")  # cuFile opens it once more by its path
+        if not os.path.exists(path):
+            raise CuFileError(5031)
         handle = 7000 + len(self.calls)
         self.files[handle] = fd
         return handle

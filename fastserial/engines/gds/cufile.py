@@ -1,6 +1,6 @@
 """cuFile (GPUDirect Storage) by `cuda.bindings.cufile`, as NVIDIA documents both.
 
-Nobody has run it on a GPU: docs/guide/gpu.md. `missing` calls nothing of cuFile, whose
+What has run on a GPU is in docs/guide/gpu.md. `missing` calls nothing of cuFile, whose
 `cuFileDriverOpen` was seen not to return where there is no driver. The rest is for processes that
 have tensors on a GPU, and so a context.
 """
@@ -71,7 +71,9 @@ def serves(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-_drivers: dict[int, CuFile] = {}  # by process: a forked child's is another
+# By process: a forked child's is another. An error is kept, too: to be refused takes half a second,
+# in which cuFile waits for all streams of the device (seen with 1.15).
+_drivers: dict[int, CuFile | DirectTransferError] = {}
 
 
 def open_driver(device: torch.device) -> CuFile:
@@ -83,12 +85,22 @@ def open_driver(device: torch.device) -> CuFile:
     pid = os.getpid()
     if pid not in _drivers:
         try:
-            module = importlib.import_module(f"{_PACKAGE}.cufile")
-            runtime = importlib.import_module(f"{_PACKAGE}.runtime")
-        except Exception as error:  # a library that is not there is no ImportError
-            raise DirectTransferError(f"cuFile cannot be loaded: {error}") from error
-        _drivers[pid] = CuFile(module, runtime, device)
-    return _drivers[pid]
+            _drivers[pid] = _open(device)
+        except DirectTransferError as error:
+            _drivers[pid] = DirectTransferError(str(error), error.status)
+    found = _drivers[pid]
+    if isinstance(found, DirectTransferError):
+        raise DirectTransferError(str(found), found.status)
+    return found
+
+
+def _open(device: torch.device) -> CuFile:
+    try:
+        module = importlib.import_module(f"{_PACKAGE}.cufile")
+        runtime = importlib.import_module(f"{_PACKAGE}.runtime")
+    except Exception as error:  # a library that is not there is no ImportError
+        raise DirectTransferError(f"cuFile cannot be loaded: {error}") from error
+    return CuFile(module, runtime, device)
 
 
 class CuFile:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fastserial.config import Config
+from fastserial.config import PAST_HOST, Config
 from fastserial.config.performance import PAGE, PINNED_RING
 from fastserial.engines import Engine, Op, Request
 from fastserial.engines.gds import cufile
@@ -28,7 +28,7 @@ from fastserial.engines.threads import transfer
 from fastserial.files.linux import open_direct
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory import devices
-from fastserial.memory.buffers import DIRECT, instead
+from fastserial.memory.buffers import instead
 from fastserial.reports import Transfer
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ Move = Callable[[Request], int]
 
 def missing(word: str) -> str | None:
     """Return why a transfer type is not available on this machine, or None."""
-    return cufile.missing() if word in DIRECT else None
+    return cufile.missing() if word in PAST_HOST else None
 
 
 def offer(
@@ -69,7 +69,7 @@ def offer(
         refusal: why the file takes no direct I/O, if that is known.
     """
     word = config.transfer
-    if word not in DIRECT or ring is None:
+    if word not in PAST_HOST or ring is None:
         return None, taken
     served = [device for device in used_devices if cufile.serves(device)]
     why = missing(word) or refusal
