@@ -98,8 +98,8 @@ LOOK_AHEAD = 256 * MiB  # read and not yet asked for
 # took it 5 to 13 ms cached and us 7 to 25. 64 MiB took it 24 to 29 ms cached and us 14 to 21.
 SMALL_LOAD = 2
 SMALL_CACHED_LOAD = 4
-# To a device: the first load of a process pins memory and makes streams. On an H100, beside other
-# work, 32 MiB took torch 53 ms and us 109.
+# To a device, before memory is pinned and streams are made, which a first load would have to do. On
+# an H100, beside other work, 32 MiB took torch 53 ms and us 109.
 SMALL_DEVICE_LOAD = 8
 FEW_BYTES = 32 * KiB  # per record on average: finding them costs us more than reading them torch
 SHORT_LOAD = 4096 * MiB  # cycles of other threads may wait for collection as long as that takes

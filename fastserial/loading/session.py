@@ -168,7 +168,11 @@ def is_small(source: FileSource, config: Config, device: torch.device | None) ->
     Args:
         device: to which it reads them; None: to the host.
     """
-    most = SMALL_LOAD if device is None else SMALL_DEVICE_LOAD
+    most = SMALL_LOAD
+    if device is not None and config.transfer == "auto":
+        from fastserial.memory.buffers import pinned_store  # not without a device
+
+        most = SMALL_LOAD if pinned_store.has_kept else SMALL_DEVICE_LOAD
     if source.size <= most * config.small_file:
         return True
     if source.size > SMALL_CACHED_LOAD * config.small_file:

@@ -256,6 +256,11 @@ class PinnedStore:
         self._kept: list[Pinned] = []
         self._all: weakref.WeakSet[Pinned] = weakref.WeakSet()  # in use, or kept
 
+    @property
+    def has_kept(self) -> bool:
+        """Whether memory of an earlier save or load is there, and not in use."""
+        return bool(self._kept)
+
     def take(self) -> Pinned | None:
         """Return `PINNED_RING` bytes; None: other saves or loads use all that is allowed.
 

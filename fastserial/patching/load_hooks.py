@@ -124,13 +124,15 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
         load.fallback = "torch sees other records"
         return FastZipReader(stock, source.name, limit) if sized else stock
     verify = config.verify_on_load
-    load.verified = verify and all_checksums(directory)
     records = storage_records(directory)
-    device = None if config.transfer == "cpu" else device_of(map_location, stock)
+    device = None
+    if records and config.transfer != "cpu":
+        device = device_of(map_location, stock)
     if not records or is_small(source, config, device):
         load.fallback = Reason("a small file" if records else "no storages", QUICKER)
     else:
         _read_ahead(load, source, records, device)
+    load.verified = verify and all_checksums(directory)
     load.archive = FastZipReader(stock, source.name, limit, directory, load.prefetch, verify)
     load.phases["directory"] = perf_counter() - began
     return load.archive

@@ -17,7 +17,7 @@ import torch
 
 # the default engine: a signal handler must not find it half imported
 import fastserial.engines.threads  # noqa: F401
-from fastserial.config import PAST_HOST, current
+from fastserial.config import current
 from fastserial.errors import WriteError
 from fastserial.files.destination import StockWay, open_destination
 from fastserial.formats.zip_format import DESCRIPTOR_SIGNATURE
@@ -28,7 +28,7 @@ from fastserial.patching.self_check import self_check
 from fastserial.reasons import ASKED, Reason
 from fastserial.reports import SAVES
 from fastserial.saving.archive import ZipArchive, storage_alignment
-from fastserial.saving.writer import FastFileWriter
+from fastserial.saving.writer import FastFileWriter, needs_name
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -171,7 +171,7 @@ def open_writer(
             target,
             config.durable,
             replace_link,
-            named=config.transfer in PAST_HOST,
+            named=needs_name(config),
             retry_seconds=config.retry_seconds,
         )
     except WriteError as error:

@@ -44,6 +44,15 @@ if TYPE_CHECKING:
     from fastserial.saving.incremental import Base
 
 
+def needs_name(config: Config) -> bool:
+    """Return whether the new file of a save has a name from the start, by which cuFile opens it."""
+    if config.transfer not in PAST_HOST:
+        return False
+    from fastserial.engines.gds import cufile  # rarely wanted
+
+    return cufile.may_serve()
+
+
 class FastFileWriter:
     """A writable binary file, for `torch.save(obj, writer)` or by itself.
 
@@ -99,7 +108,7 @@ class FastFileWriter:
             found = open_destination(
                 given,
                 self._config.durable,
-                named=self._config.transfer in PAST_HOST,
+                named=needs_name(self._config),
                 retry_seconds=self._config.retry_seconds,
             )
             given = required(found, given)

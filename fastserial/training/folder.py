@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Best = tuple[str, Literal["min", "max"]]
 
 OWN = "checkpointer"  # the key of what is not the user's
-# What a killed save leaves on a file system without unnamed files (O_TMPFILE).
+# What a killed save leaves where its new file has a name (`files.destination`).
 _LEFTOVER = re.compile(r"\.(.+)\.fastserial-\d+\.tmp")
 _LOCK = ".fastserial.lock"
 _TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,13 +36,21 @@ def run_ranks(name: str, count: int, folder: Path) -> None:
     """Run a program on so many ranks, none of which is forked: a GPU does not outlive a fork."""
     shared = {"WORLD_SIZE": str(count), "FASTSERIAL_TEST_STORE": str(folder / "store")}
     shared |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0"}
-    words = (processes.program(name), folder)
-    started = [
-        processes.start(*words, variables={**shared, "RANK": str(rank)}, stderr=-2)
-        for rank in range(count)
-    ]
-    said = [process.communicate(timeout=240)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * count, "\n".join(said)
+    logs = [folder / f"{rank}.log" for rank in range(count)]
+    started = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as file:
+            variables = {**shared, "RANK": str(rank)}
+            output = {"stdin": None, "stdout": file, "stderr": file}
+            words = (processes.program(name), folder)
+            started.append(processes.start(*words, variables=variables, **output))
+    until = time.monotonic() + 200
+    while time.monotonic() < until and any(process.poll() is None for process in started):
+        time.sleep(0.1)
+    for process in started:
+        process.kill()
+    codes = [process.wait() for process in started]
+    assert codes == [0] * count, "\n".join(log.read_text() for log in logs)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -60,9 +69,9 @@ def test_cufile_in_compatibility_mode(tmp_path: Path) -> None:
         pytest.skip(why)
     found = processes.ask("cufile_compat", tmp_path)
     assert all(found["same"]), found
-    refused = next((why for _, why in found["taken"] if "cuFileHandleRegister" in why), None)
-    if refused is not None:
-        pytest.skip(f"cuFile refuses files of {tmp_path}, even so: {refused}")
+    refused = [why for _, why in found["taken"] if "(5008)" in why or "(5027)" in why]
+    if refused:  # it does not know the file system, or finds no udev
+        pytest.skip(f"cuFile refuses files of {tmp_path}, even so: {refused[0]}")
     assert [word for word, _ in found["taken"]] == ["gds"] * 3, found
     assert found["moved"]["write"] > 90_000_000
     assert found["moved"]["read"] > 40_000_000
@@ -130,7 +139,7 @@ def _forked(step: Any) -> str:
             step()
             text = "fine"
         except BaseException as error:
-            text = f"{isinstance(error, RuntimeError)}: {error}"
+            text = f"{isinstance(error, RuntimeError) and 'CUDA' in str(error)}: {error}"
         os.write(writing, text.encode())
         os._exit(0)
     os.close(writing)
@@ -163,7 +172,8 @@ def test_a_forked_child(tmp_path: Path) -> None:
 def _full_device() -> Iterator[None]:
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(5e-3)  # 400 of 80,000 MiB
+    whole = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((400 << 20) / whole)
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
 

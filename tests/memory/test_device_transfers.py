@@ -15,11 +15,13 @@ import pytest
 import torch
 from support.corpus import noise
 from support.cufile import FakeCuFile, cufile_on
+from support.damage import flip
 from support.devices import FakeDevice, Fault, loaded_to, plugged_in
 from support.identity import last_save, stock
 from support.loading import attempt, last_report
 
 import fastserial
+from fastserial.errors import CorruptCheckpointError
 from fastserial.loading import reader
 from fastserial.memory import buffers as ring_module
 from fastserial.memory import devices, storages
@@ -282,10 +284,31 @@ def test_small_files_are_loaded_by_torch(tmp_path: Path, device: FakeDevice) -> 
     path = tmp_path / "a.pt"
     torch.save({"a": noise(600_000)}, path)
     fastserial.install(**{**SMALL, "small_file": 100_000})
+    fastserial.free_pinned()
     torch.load(path)
     assert last_report().fallback is None
     torch.load(path, map_location=HERE)
     assert "a small file" in last_report().fallback
+    torch.save({"a": noise(600_000)}, path)
+    torch.load(path, map_location=HERE)
+    assert last_report().fallback is None
+
+
+def test_a_file_without_tensors_asks_for_no_device(
+    tmp_path: Path, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask would begin a context, and fail in a forked child. The file is verified."""
+    path = tmp_path / "a.pt"
+    torch.save({"text": "x" * 100}, path)
+    flip(path, path.read_bytes().index(b"xxx"))
+
+    def current_device() -> int:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cpu, "current_device", current_device)
+    fastserial.install(**SMALL, verify_on_load=True)
+    with pytest.raises(CorruptCheckpointError, match=r"data\.pkl"):
+        torch.load(path, map_location=HERE)
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -392,6 +415,22 @@ def test_refused_at_the_start(
     assert last_report().transfer == "cpu_async_gpu"
     assert fake.calls.count("set_parameter_bool") == 1, "a refusal of the driver is asked for again"
     assert not fake.moved
+
+
+def test_names_of_new_files(tmp_path: Path, fake: FakeCuFile) -> None:
+    """Only a file that cuFile may open has a name before it is whole: a kill leaves that there."""
+    fastserial.install(**ROUTES["gds"])
+
+    def named() -> bool:
+        with fastserial.FastFileWriter(tmp_path / "a.pt") as writer:
+            writer.write(b"x")
+            return any(path.suffix == ".tmp" for path in tmp_path.iterdir())
+
+    assert named()
+    fake.refusals["driver_open"] = 5001
+    with pytest.warns(UserWarning, match="5001"):
+        torch.save(state(), tmp_path / "b.pt")
+    assert not named()
 
 
 @pytest.mark.parametrize("compat", [True, False])

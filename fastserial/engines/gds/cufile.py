@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastserial.engines import Op
 
@@ -71,9 +71,21 @@ def serves(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-# By process: a forked child's is another. An error is kept, too: to be refused takes half a second,
-# in which cuFile waits for all streams of the device (seen with 1.15).
-_drivers: dict[int, CuFile | DirectTransferError] = {}
+class _Refusal(NamedTuple):
+    """Why this process has no cuFile, and the status of that."""
+
+    text: str
+    status: int
+
+
+# By process: a forked child's is another. A refusal is kept, too: it takes cuFile half a second, in
+# which it waits for all streams of the device (seen with 1.15).
+_drivers: dict[int, CuFile | _Refusal] = {}
+
+
+def may_serve() -> bool:
+    """Return whether this process may come to use cuFile, as far as is known before it does."""
+    return missing() is None and not isinstance(_drivers.get(os.getpid()), _Refusal)
 
 
 def open_driver(device: torch.device) -> CuFile:
@@ -82,25 +94,25 @@ def open_driver(device: torch.device) -> CuFile:
     Raises:
         DirectTransferError: it cannot be loaded, or its compatibility mode cannot be forbidden.
     """
-    pid = os.getpid()
-    if pid not in _drivers:
-        try:
-            _drivers[pid] = _open(device)
-        except DirectTransferError as error:
-            _drivers[pid] = DirectTransferError(str(error), error.status)
-    found = _drivers[pid]
-    if isinstance(found, DirectTransferError):
-        raise DirectTransferError(str(found), found.status)
+    found = _drivers.get(os.getpid())
+    if found is None:
+        # another thread may do the same; the first result stays
+        found = _drivers.setdefault(os.getpid(), _open(device))
+    if isinstance(found, _Refusal):
+        raise DirectTransferError(*found)
     return found
 
 
-def _open(device: torch.device) -> CuFile:
+def _open(device: torch.device) -> CuFile | _Refusal:
     try:
         module = importlib.import_module(f"{_PACKAGE}.cufile")
         runtime = importlib.import_module(f"{_PACKAGE}.runtime")
     except Exception as error:  # a library that is not there is no ImportError
-        raise DirectTransferError(f"cuFile cannot be loaded: {error}") from error
-    return CuFile(module, runtime, device)
+        return _Refusal(f"cuFile cannot be loaded: {error}", 0)
+    try:
+        return CuFile(module, runtime, device)
+    except DirectTransferError as error:
+        return _Refusal(str(error), error.status)
 
 
 class CuFile:

@@ -67,7 +67,7 @@ def main() -> None:
         torch.save(state, path, _use_new_zipfile_serialization=zipped)
         stocks = path.read_bytes()
         path.unlink()
-        fastserial.install(transfer="gds", direct=True, block_size=1 << 20)
+        fastserial.install(transfer="gds", direct=True, block_size=1 << 20, small_file=0)
         torch.save(state, path, _use_new_zipfile_serialization=zipped)
         reports.append(fastserial.last_save_report())
         loaded = torch.load(path, map_location=DEVICE)
