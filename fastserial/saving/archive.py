@@ -87,6 +87,10 @@ class ZipArchive:
         else:
             self._add_memory(name, storage_memory(data))
 
+    def write_record_metadata(self, name: str, size: int) -> None:
+        """Add a record whose `size` bytes are zeros without a checksum, to be written later."""
+        self._layout.add_bytes(name, bytes(size), 0)
+
     def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
         """Add all storages at once, as records called `names`."""
         nbytes = sum(map(torch.UntypedStorage.nbytes, storages))

@@ -233,3 +233,23 @@ def test_planted_fault_is_seen(fault: str, folder: Path) -> None:
         compare(want, attempt(TARGETS["path"], folder / "b", save, None))
         with pytest.raises(AssertionError):
             compare(want, attempt(TARGETS["path"], folder / "c", faulty, None))
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_records_of_zeros_to_be_written_later(tmp_path: Path, opened: bool) -> None:
+    """As torch's own tests write them through its private function."""
+
+    def written() -> bytes:
+        path = tmp_path / "a.pt"
+        with contextlib.ExitStack() as stack:
+            target: Any = stack.enter_context(path.open("wb")) if opened else str(path)
+            with torch.serialization._open_zipfile_writer(target) as archive:
+                archive.write_record("data.pkl", b"abc", 3)
+                for number, size in enumerate((10, 0, 100_000)):
+                    archive.write_record_metadata(f"data/{number}", size)
+        return path.read_bytes()
+
+    with stock():
+        wanted = written()
+    with fast():
+        assert written() == wanted
