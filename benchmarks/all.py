@@ -23,14 +23,14 @@ from fastserial.console import say
 from fastserial.errors import FastserialError
 
 _HERE = Path(__file__).resolve().parent
-_NO_SCRIPTS = {"all", "common", "peers", "ranks"}
+_NO_SCRIPTS = {"all", "common", "models", "peers", "ranks"}
 _SCRIPTS = sorted(path.stem for path in _HERE.glob("*.py") if path.stem not in _NO_SCRIPTS)
 
 
 def main() -> int:
     """Run what is asked for, and return the exit status."""
     parser = argparse.ArgumentParser(
-        description=f"{__doc__} The full form takes about five hours on 2 cores.",
+        description=f"{__doc__} The full form takes about four hours on 2 cores.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--folder", type=Path, required=True, help="its disk is measured")

@@ -39,7 +39,7 @@ _SLOW = tuple(
     distributed/test_dcp_alone.py distributed/test_dcp_ranks.py distributed/test_dcp_with_stock.py
     distributed/test_distributed_ distributed/test_kills.py
     distributed/test_targets.py distributed/test_unstepped.py
-    engines/test_io_uring.py files/test_attributes.py files/test_place.py::test_system_calls
+    engines/test_io_uring.py files/test_attributes.py
     formats/test_pickles.py::test_values
     formats/test_zip_layout.py::test_more_records_than_16_bits
     loading/test_load.py loading/test_load_damaged.py::test_random_damage

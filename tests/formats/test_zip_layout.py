@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastserial.checksums import CrcLedger
-from fastserial.formats.extents import Data, Extent, Literal, Trailer
+from fastserial.formats.extents import Data
 from fastserial.formats.zip_layout import ZipLayout
 from fastserial.memory.buffers import own_buffer
 from fastserial.memory.storages import Batch, HostMemory
@@ -18,14 +18,16 @@ from fastserial.patching import self_check
 from fastserial.saving.archive import PieceSink, finish_layout, has_alignment
 from fastserial.saving.fill import fill
 
-HAS_ALIGNMENT = has_alignment()
-ALIGNMENTS = [1, 7, 64, 512, 4096, 32768] if HAS_ALIGNMENT else [64]
+ALIGNMENTS = [1, 7, 64, 512, 4096, 32768] if has_alignment() else [64]
+SIZES = [0, 1, 4, 7, 8, 100, 100, 4096, 9000, 70_000]
 U32 = 0xFFFFFFFF
+# A name and its bytes, or the length of a hole.
+Record = tuple[str, bytes | int]
 
 
-def theirs(records: list[tuple[str, bytes | int]], alignment: int, crc: bool = True) -> PieceSink:
+def theirs(records: list[Record], alignment: int = 64, crc: bool = True) -> PieceSink:
     sink = PieceSink()
-    more = (alignment,) if HAS_ALIGNMENT else ()
+    more = (alignment,) if has_alignment() else ()
     writer = torch._C.PyTorchFileWriter(sink, crc, *more)
     for name, data in records:
         if isinstance(data, int):
@@ -36,103 +38,72 @@ def theirs(records: list[tuple[str, bytes | int]], alignment: int, crc: bool = T
     return sink
 
 
-def ours(records: list[tuple[str, bytes | int]], alignment: int, crc: bool = True) -> PieceSink:
+def ours(
+    records: list[Record], alignment: int = 64, crc: bool = True, in_one_go: int = 0
+) -> PieceSink:
+    """Lay out and fill; the last `in_one_go` records are storages, added in one call."""
     layout = ZipLayout("archive", alignment, crc)
-    for name, data in records:
+    holes: list[HostMemory] = []
+    for name, data in records[: len(records) - in_one_go]:
         if isinstance(data, int):
-            layout.add_memory(name, HostMemory(0, data, None), b"", crc=0)
+            holes.append(HostMemory(0, data, None))
+            layout.add_memory(name, holes[-1], b"", crc=0)
         else:
             layout.add_bytes(name, data, zlib.crc32(data))
+    storages = [(name, bytes(data)) for name, data in records[len(records) - in_one_go :]]
+    buffers = [
+        ctypes.create_string_buffer(text, len(text)) if text else None for _, text in storages
+    ]
+    addresses = [ctypes.addressof(buffer) if buffer else 0 for buffer in buffers]
+    sizes = [len(text) for _, text in storages]
+    memories = [HostMemory(*pair, None) for pair in zip(addresses, sizes, strict=True)]
+    if len(records) % 3 == 0:  # as if they were on a device
+        addresses = [0] * len(storages)
+    batch = Batch(addresses, sizes, memories.__getitem__)
+    layout.add_storages([name for name, _ in storages], batch)
     plan = finish_layout(layout)
-    sink = PieceSink()
-    end = 0
+    ledger, sink, end = CrcLedger(plan.sizes, plan.crcs), PieceSink(), 0
     for extent in plan.extents:
         assert extent.offset == end, "a gap or an overlap between extents"
         end += extent.length
-        text = content(extent, [known or 0 for known in plan.crcs])
-        if text is not None:
+        if not (isinstance(extent.source, Data) and extent.source.memory in holes):
             sink.seek(extent.offset)
-            sink.write(text)
+            buffer = own_buffer(max(1, extent.length))
+            fill([extent], ledger, buffer.view, buffer.address)
+            sink.write(buffer.view[: extent.length])
     assert plan.nbytes == end
     return sink
 
 
-def content(extent: Extent, crcs: list[int]) -> bytes | None:
-    source = extent.source
-    if isinstance(source, Literal):
-        text = bytes(source.data)
-    elif isinstance(source, Trailer):
-        text = source.data(crcs)
-    else:
-        return None  # a hole
-    assert len(text) == extent.length
-    return text
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_equals_torch(seed: int) -> None:
-    rnd = random.Random(seed)
-    records: list[tuple[str, bytes | int]] = [("data.pkl", rnd.randbytes(rnd.randrange(300)))]
-    for index in range(rnd.randrange(40)):
-        kind = rnd.random()
-        if kind < 0.25:
-            data: bytes | int = rnd.choice([U32 + 1, U32, U32 - 1, 5 << 30, 0, 100])
-        else:
-            data = rnd.randbytes(rnd.choice([0, 1, 4, 7, 8, 100, 4096]))
-            if kind > 0.8:
-                data = b"PK\x07\x08" + data
-        records.append((f"data/{index}", data))
-    alignment = rnd.choice(ALIGNMENTS)
-    assert ours(records, alignment).pieces == theirs(records, alignment).pieces
-
-
 @pytest.mark.parametrize("crc", [True, False])
-@pytest.mark.parametrize("seed", range(20))
-def test_storages_in_one_go(seed: int, crc: bool) -> None:
-    """Small and large, empty and quirky ones, before and behind 4 GiB, laid out and filled."""
-    rnd = random.Random(seed)
-    far = rnd.choice([0, U32 - rnd.randrange(200_000), U32])
-    texts: list[bytes] = []
-    for _ in range(rnd.choice([1, 10, 60])):
-        length = rnd.choice([0, 1, 4, 7, 8, 100, 100, 4096, 9000, 70_000])
-        texts.append(rnd.choice([b"", b"", b"PK\x07\x08"]) + rnd.randbytes(length))
-    names = [f"data/{index}" for index in range(len(texts))]
-    first: list[tuple[str, bytes | int]] = [("data.pkl", b"abc"), ("hole", far)]
-    alignment = rnd.choice(ALIGNMENTS)
-
-    layout = ZipLayout("archive", alignment, crc)
-    layout.add_bytes("data.pkl", b"abc", zlib.crc32(b"abc"))
-    hole = HostMemory(0, far, None)
-    layout.add_memory("hole", hole, b"", crc=0)
-    buffers = [ctypes.create_string_buffer(text, len(text)) if text else None for text in texts]
-    addresses = [ctypes.addressof(buffer) if buffer is not None else 0 for buffer in buffers]
-    memories = [HostMemory(*pair, None) for pair in zip(addresses, map(len, texts), strict=True)]
-    if rnd.random() < 0.3:  # as if they were on a device
-        addresses = [0] * len(texts)
-    layout.add_storages(names, Batch(addresses, [len(t) for t in texts], memories.__getitem__))
-    plan = finish_layout(layout)
-    ledger = CrcLedger(plan.sizes, plan.crcs)
-    sink = PieceSink()
-    for extent in plan.extents:
-        sink.seek(extent.offset)
-        if not (isinstance(extent.source, Data) and extent.source.memory is hole):
-            buffer = own_buffer(max(1, extent.length))
-            fill([extent], ledger, buffer.view, buffer.address)
-            sink.write(buffer.view[: extent.length])
-
-    records = [*first, *zip(names, texts, strict=True)]
-    assert sink.pieces == theirs(records, alignment, crc).pieces
+@pytest.mark.parametrize("seed", range(40))
+def test_equals_torch(seed: int, crc: bool) -> None:
+    """Small and large, empty and quirky records, before and behind 4 GiB."""
+    dice = random.Random(seed)
+    records: list[Record] = [("data.pkl", dice.randbytes(dice.randrange(300)))]
+    in_one_go = dice.choice([0, 0, 10, 60, 60])
+    if in_one_go:  # 4 GiB lie among them
+        count, share, holes = 1, 0.9, [U32 - dice.randrange(200_000)]
+    else:
+        count, share, holes = dice.randrange(40), 0.25, [U32 + 1, U32, U32 - 1, 5 << 30, 100]
+    for index in range(count + in_one_go):
+        data = dice.choice([b"", b"", b"", b"PK\x07\x08"]) + dice.randbytes(dice.choice(SIZES))
+        is_hole = index < count and dice.random() < share
+        records.append((f"data/{index}", dice.choice(holes) if is_hole else data))
+    alignment = dice.choice(ALIGNMENTS)
+    found = ours(records, alignment, crc, in_one_go)
+    assert found.pieces == theirs(records, alignment, crc).pieces
 
 
 def test_header_just_before_4_gib() -> None:
     for distance in range(0, 200, 8):
-        records: list[tuple[str, bytes | int]] = [("data/0", U32 - distance), ("data/1", b"x")]
-        assert ours(records, 64).pieces == theirs(records, 64).pieces
+        records: list[Record] = [("data/0", U32 - distance), ("data/1", b"x")]
+        assert ours(records).pieces == theirs(records).pieces
 
 
 def test_more_records_than_16_bits() -> None:
-    records: list[tuple[str, bytes | int]] = [(f"data/{i}", b"") for i in range(66_000)]
-    assert ours(records, 64).pieces == theirs(records, 64).pieces
+    records: list[Record] = [(f"data/{i}", b"") for i in range(66_000)]
+    assert ours(records).pieces == theirs(records).pieces
 
 
 def test_self_check_notices_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,68 +1,163 @@
-"""Permutations of patching torch; each in a process of its own, with real saves."""
+"""Patching torch and giving its functions back, whatever torch is, and when a process starts."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import io
 import json
+import linecache
 import os
+import pickle
 import shutil
+import signal
 import sys
+import threading
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from support import processes
+from support.patched import both
+from torch import save
 
-from fastserial.patching import patches
+import fastserial
+from fastserial.patching import install, patches, save_hooks
 
 ROOT = Path(patches.__file__).resolve().parents[2]
 TESTS = Path(__file__).parents[1]
+NAMES = ("_save", "_legacy_save", "_open_zipfile_writer", "_open_file_like")
 
 
-def run(
-    program: str,
-    *arguments: str,
-    flags: tuple[str, ...] = (),
-    cwd: Path | None = None,
-    **environment: str,
-) -> str:
-    """Run one of `tests/programs` in a fresh process; it must end well. Return what it printed."""
-    paths = [environment.pop("PYTHONPATH", ""), str(ROOT), str(TESTS)]
-    path = os.pathsep.join(filter(None, paths))
-    variables = {"PYTHONPATH": path, **environment}
-    return processes.run(program, *arguments, flags=flags, cwd=cwd, variables=variables).out
+@pytest.fixture(autouse=True)
+def _afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a new process: nothing was compiled, and nothing was warned of."""
+    fastserial.uninstall()
+    monkeypatch.setattr(install, "prepare", patches.prepare)
+    monkeypatch.setattr(install, "_ready", None)
+    monkeypatch.setattr(install, "_warned", set())
+    yield
+    fastserial.uninstall()
+
+
+def functions() -> dict[str, Any]:
+    return {name: getattr(torch.serialization, name) for name in NAMES}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[name] is other[name] for name in NAMES)
+
+
+def check_stays_stock(*said: str) -> None:
+    """`install` warns once, raises if `strict`, and leaves torch alone."""
+    before = functions()
+    with pytest.warns(fastserial.UnsupportedTorchWarning) as found:
+        assert not fastserial.install()
+    (warned,) = (str(one.message) for one in found)
+    for text in (*said, "stay stock", "`fastserial doctor`", "`fastserial patches check`"):
+        assert text in warned
+    assert not fastserial.install()
+    with pytest.raises(fastserial.PatchError) as error:
+        fastserial.install(strict=True)
+    assert isinstance(error.value, ImportError)
+    assert str(error.value) == warned
+    assert same(functions(), before)
+    assert not both()
+    assert not fastserial.installed()
+    status = fastserial.status()
+    assert status.patch is None
+    assert str(status.reason) in warned
 
 
 # --- on and off ------------------------------------------------------------------------------
 
 
-SCENES = {
-    "switching": (
-        "on_and_off_give_back_the_same_objects",
-        "the_copies_look_like_the_originals",
-        "a_fork_while_another_thread_installs",
-    ),
-    "other_code": (
-        "replaced_before_install",
-        "replaced_after_install",
-        "an_unknown_version_with_known_functions",
-        "a_failed_self_check_stays_stock",
-    ),
-}
+def test_on_and_off_give_back_the_same_objects() -> None:
+    stock = functions()
+    assert not fastserial.uninstall()
+    assert install.get_original("_save") is stock["_save"]
+    for _ in range(3):
+        assert fastserial.install()
+        mine = functions()
+        assert not any(mine[name] is stock[name] for name in NAMES)
+        assert fastserial.install()
+        assert same(functions(), mine)
+        assert install.get_original("_save") is stock["_save"]
+        assert install.get_original("load") is torch.load
+        assert both()
+        assert both(save)
+        assert fastserial.uninstall()
+        assert not fastserial.uninstall()
+        assert same(functions(), stock)
+        assert not both()
+        assert not both(save)
+    # a name of ours that somebody kept behaves as stock
+    for name in NAMES:
+        assert mine[name].__code__ is stock[name].__code__
+    with pytest.raises(AttributeError):
+        install.get_original("nothing")
 
 
-@pytest.mark.parametrize("program", SCENES)
-def test_scenes(program: str) -> None:
-    run(program, "each", *SCENES[program])
+class _Bad:
+    def __reduce__(self) -> str:
+        raise ValueError("cannot")
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "from torch import save; import fastserial",
-        "import torch.distributed.checkpoint; import fastserial",
-    ],
-)
-def test_import_orders(imports: str) -> None:
-    run("starting", "import_orders", imports)
+def test_the_copies_look_like_the_originals() -> None:
+    stock = functions()
+    fastserial.install()
+    linecache.checkcache()
+    for name, mine in functions().items():
+        old = stock[name]
+        assert inspect.signature(mine) == inspect.signature(old)
+        for attribute in ("annotations", "defaults", "kwdefaults", "module", "qualname"):
+            assert getattr(mine, f"__{attribute}__") == getattr(old, f"__{attribute}__")
+        assert mine.__globals__ is old.__globals__
+        assert pickle.loads(pickle.dumps(mine)) is mine
+        source = inspect.getsource(mine)
+        assert source.startswith(f"def {name}(")
+        assert "import save_hooks" in source
+        before, after = inspect.getsource(old).splitlines(), source.splitlines()
+        assert before[-1] == after[-1]
+    for legacy in (False, True):
+        with pytest.raises(ValueError, match="cannot") as error:
+            torch.save(_Bad(), io.BytesIO(), _use_new_zipfile_serialization=not legacy)
+        frames = traceback.extract_tb(error.tb)
+        frame = [f for f in frames if f.name == ("_legacy_save" if legacy else "_save")][-1]
+        assert "serialization.fastserial-v" in frame.filename
+        assert frame.line == "pickler.dump(obj)"
+
+
+def test_a_fork_while_another_thread_installs() -> None:
+    stock = functions()
+    fastserial.install()
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with install._lock:
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not pytest's
+        signal.alarm(20)
+        try:
+            went_well = both() and fastserial.install() and fastserial.uninstall()
+            os._exit(not (went_well and same(functions(), stock)))
+        finally:
+            os._exit(1)
+    leave.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert both()
 
 
 def test_status_tells() -> None:
@@ -77,34 +172,117 @@ def test_status_tells() -> None:
     assert status["reason"] is None
 
 
-# --- other torches ---------------------------------------------------------------------------
+# --- other torches, and other code that patches it -------------------------------------------
 
 
-def test_unknown_functions_stay_stock(tmp_path: Path) -> None:
+def test_replaced_before_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.serialization._save
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "_save", lambda *words, **named: real(*words, **named))
+        check_stays_stock("torch.serialization._save")
+    assert fastserial.install()
+    assert both()
+
+
+def test_replaced_after_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = functions()
+    fastserial.install()
+    mine = torch.serialization._save
+    calls = []
+
+    def theirs(*words: Any, **named: Any) -> Any:
+        calls.append(1)
+        return mine(*words, **named)
+
+    torch.serialization._save = theirs
+    try:
+        assert fastserial.install()
+        assert torch.serialization._save is theirs
+        assert fastserial.status().replaced == ("torch.serialization._save",)
+        assert both()
+        assert calls
+        with pytest.warns(RuntimeWarning, match="_save was replaced by other code"):
+            assert fastserial.uninstall()
+        assert same(functions(), {**stock, "_save": theirs})
+        calls.clear()
+        assert not both()
+        assert calls
+    finally:
+        torch.serialization._save = stock["_save"]
+
+
+@pytest.mark.parametrize("version", ["99.1.0", "a fork of mine"])
+def test_an_unknown_version_with_known_functions(
+    version: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert fastserial.install(strict=True)
+    assert not recwarn.list
+    status = fastserial.status()
+    assert (status.exact, status.torch) == (False, version)
+    assert both()
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [("99.1.0", "no patch for"), (torch.__version__, "not as released")]
+)
+def test_unknown_functions_stay_stock(
+    tmp_path: Path, version: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An unknown release (a version no patch covers), or a modified one (a version that is)."""
     for path in patches.patches_dir().glob("*.toml"):
         changed = path.read_text().replace('_load = "', '_load = "0')
         (tmp_path / path.name).write_text(changed)
-    scene = f"unknown_functions_stay_stock|{tmp_path}"
-    run("other_code", "each", f"{scene}|99.1.0|no patch for", f"{scene}||not as released")
+    monkeypatch.setattr(patches, "patches_dir", lambda: tmp_path)
+    monkeypatch.setattr(torch, "__version__", version)
+    check_stays_stock(version, said)
 
 
-def test_modified_source_stays_stock() -> None:
-    changes = (
-        "another line|the source of torch.serialization._save is not the one this patch",
-        "another name|0 times",
-        "a line more|the file changed after the import",
-        "no source|not installed",
-    )
-    run("other_code", "each", *(f"modified_source_stays_stock|{change}" for change in changes))
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"byteorder"', '"byte" "order"', "the source of torch.serialization._save is not the one"),
+        ("def _legacy_save(", "def _legacy_save2(", "0 times"),
+        ("import ", "# one line more\nimport ", "the file changed after the import"),
+        ("", None, "not installed"),
+    ],
+)
+def test_modified_source_stays_stock(
+    old: str, new: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = torch.serialization.__spec__
+    text: str = spec.loader.get_source("torch.serialization")  # type: ignore[union-attr]
+    changed = None if new is None else text.replace(old, new, -1 if "import" not in new else 1)
+    assert changed != text
+    monkeypatch.setattr(spec, "loader", SimpleNamespace(get_source=lambda name: changed))
+    check_stays_stock(said)
+
+
+def test_a_failed_self_check_stays_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_hooks, "self_check", lambda: "a strange machine")
+    check_stays_stock("a strange machine")
 
 
 @pytest.mark.parametrize("first", ["", "torch._dynamo"])
 def test_torch_compile_does_not_trace_it(first: str, tmp_path: Path) -> None:
-    run("other_code", "torch_compile_does_not_trace_it", first, cwd=tmp_path)
+    run("compiled", first, cwd=tmp_path)
 
 
 # --- the environment -------------------------------------------------------------------------
+
+
+def run(
+    program: str,
+    *arguments: str,
+    flags: tuple[str, ...] = (),
+    cwd: Path | None = None,
+    **environment: str,
+) -> str:
+    """Run one of `tests/programs` in a fresh process; it must end well. Return what it printed."""
+    paths = [environment.pop("PYTHONPATH", ""), str(ROOT), str(TESTS)]
+    path = os.pathsep.join(filter(None, paths))
+    variables = {"PYTHONPATH": path, **environment}
+    return processes.run(program, *arguments, flags=flags, cwd=cwd, variables=variables).out
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +315,13 @@ def test_trouble_at_the_start_stays_a_warning(site: str) -> None:
     )
 
 
-def test_auto() -> None:
-    run("starting", "auto", "True")
-    run("starting", "auto", "False", FASTSERIAL="0")
+@pytest.mark.parametrize(("value", "installs"), [("", True), ("0", False)])
+def test_auto(value: str, installs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTSERIAL", value)
+    monkeypatch.delitem(sys.modules, "fastserial.auto", raising=False)
+    importlib.import_module("fastserial.auto")
+    assert fastserial.installed() is installs
+    assert both() is installs
 
 
 @pytest.mark.parametrize("arguments", [["program.py", "a b", "-x"], ["-m", "program", "a b", "-x"]])

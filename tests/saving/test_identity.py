@@ -6,7 +6,6 @@ import contextlib
 import filecmp
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.corpus import CASES, FORMATS, Case, Counting, noise
+from support.damage import flip
 from support.identity import (
     TARGETS,
     attempt,
@@ -125,19 +125,6 @@ def test_targets(case: Case, fmt: str, target: str, folder: Path) -> None:
     both(case, fmt, TARGETS[target], folder, *sets, odd=ODD_TARGETS.get((target, case.name, fmt)))
 
 
-TMPFS = Path("/dev/shm")
-
-
-@pytest.mark.skipif(not os.access(TMPFS, os.W_OK), reason="no tmpfs here")
-@pytest.mark.parametrize("name", ["path", "file", "file_middle"])
-@pytest.mark.parametrize(("case", "fmt"), runnable(*TELLING))
-def test_tmpfs(case: Case, fmt: str, name: str) -> None:
-    """A file system that tells no alignment for direct I/O."""
-    sets = [{**OPTION_SETS["medium_blocks"], "direct": direct} for direct in ("auto", True, False)]
-    with tempfile.TemporaryDirectory(dir=TMPFS) as folder:
-        both(case, fmt, TARGETS[name], Path(folder), *sets)
-
-
 # Sizes where the container needs its 64-bit fields: one byte before, at, and by offset only.
 HUGE = {
     "largest 32-bit": [0xFFFFFFFE, 5, 70],
@@ -197,20 +184,12 @@ def test_fast_side_is_fast(kind: str, fmt: str, folder: Path) -> None:
 # --- the harness itself -----------------------------------------------------------------------
 
 
-def _flip(path: Path) -> None:
-    with open(path, "r+b") as file:
-        file.seek(-30, os.SEEK_END)
-        byte = file.read(1)[0]
-        file.seek(-30, os.SEEK_END)
-        file.write(bytes([byte ^ 1]))
-
-
 def _raise(path: Path) -> None:
     raise RuntimeError("planted")
 
 
 FAULTS: dict[str, Callable[[Path], object]] = {
-    "a bit": _flip,
+    "a bit": lambda p: flip(p, p.stat().st_size - 30),
     "a byte too many": lambda p: p.write_bytes(p.read_bytes() + b"\0"),
     "the mode": lambda p: p.chmod(0o600),
     "a file left over": lambda p: p.with_suffix(".tmp").touch(),

@@ -1,4 +1,4 @@
-"""Scenes of patching torch: `SCENE ARGUMENTS`, or `each SCENE...`."""
+"""Scenes of the start of a process: `SCENE ARGUMENTS`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import dataclasses
 import sys
 import warnings
 
-from support.patched import both, main
-
 
 def at_the_import_of_torch(wanted: str) -> None:
     assert "torch" not in sys.modules
     assert ("fastserial" in sys.modules) is (wanted == "True")
     import torch  # noqa: F401
+    from support.patched import both
 
     import fastserial
 
@@ -46,13 +45,6 @@ def trouble_becomes_an_error_if_asked_for() -> None:
     import torch  # noqa: F401
 
 
-def auto(wanted: str) -> None:
-    import fastserial.auto
-
-    assert fastserial.installed() is (wanted == "True")
-    assert both() is (wanted == "True")
-
-
 def run_without_the_pth_file_says_so() -> None:
     from fastserial.cli.run import run
     from fastserial.errors import FastserialError
@@ -63,19 +55,6 @@ def run_without_the_pth_file_says_so() -> None:
         print(error)
 
 
-def import_orders(imports: str) -> None:
-    names = {}
-    exec(imports, names)
-    fastserial = names["fastserial"]
-    fastserial.install(strict=True)
-    assert both()
-    assert both(names.get("save"))
-    assert fastserial.installed()
-    fastserial.uninstall()
-    assert not both()
-    assert not fastserial.installed()
-
-
 def status_tells() -> None:
     import json
 
@@ -84,11 +63,11 @@ def status_tells() -> None:
     before = fastserial.status()
     assert before.torch is None and not before.installed and "not been called" in before.reason
     fastserial.install()
-    assert both()
     print(json.dumps(dataclasses.asdict(fastserial.status())))
     fastserial.uninstall()
     assert "uninstall()" in fastserial.status().reason
 
 
 if __name__ == "__main__":
-    main(globals())
+    name, *arguments = sys.argv[1:]
+    globals()[name](*arguments)
