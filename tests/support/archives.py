@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from support.corpus import noise
-from support.identity import stock
+from support.identity import stock_bytes
 
 _DATED = (2020, 1, 2, 3, 4, 6)
 _Record = tuple[str, bytes, int]
@@ -24,10 +24,7 @@ def state() -> dict[str, torch.Tensor]:
 
 def checkpoint(value: Any = None) -> bytes:
     """What stock torch writes."""
-    buffer = io.BytesIO()
-    with stock():
-        torch.save(state() if value is None else value, buffer)
-    return buffer.getvalue()
+    return stock_bytes(state() if value is None else value)
 
 
 class _Unseekable(io.RawIOBase):
