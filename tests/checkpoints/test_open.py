@@ -25,7 +25,6 @@ from fastserial.errors import (
     CheckpointKeyError,
     CorruptCheckpointError,
     FastserialError,
-    UnreadableCheckpointError,
     UnreadableTensorError,
 )
 
@@ -131,9 +130,6 @@ def test_errors(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "missing")
     with pytest.raises(OSError, match="regular"):
         open_checkpoint(tmp_path)
-    (tmp_path / "text").write_text("hello")
-    with pytest.raises(UnreadableCheckpointError, match="text"):
-        open_checkpoint(tmp_path / "text")
 
 
 @pytest.mark.parametrize("fmt", ["zip", "legacy"])

@@ -21,6 +21,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -400,7 +401,9 @@ class Life:
     @staticmethod
     def _mine(objects: Objects) -> Any:
         """Return what this rank has for itself."""
-        return torch.get_rng_state().numpy().tobytes(), canonical(stock(objects.per_rank))
+        _, keys, position, *_ = np.random.get_state()
+        generators = random.getstate(), keys.tobytes(), position, torch.get_rng_state().tolist()
+        return generators, canonical(stock(objects.per_rank))
 
     # -- events --------------------------------------------------------------------------------
 
@@ -412,7 +415,8 @@ class Life:
         return self.make(self.folder, objects.state, per_rank=objects.per_rank, **arguments)
 
     def change(self, name: str, seed: int) -> None:
-        torch.manual_seed(seed)
+        for seeded in (torch.manual_seed, random.seed, np.random.seed):
+            seeded(seed)
         getattr(self.objects, name)()
 
     def save(self, gap: int) -> None:
@@ -497,9 +501,11 @@ class Life:
         path = self.folder / f"step-{step:08d}.pt"
         old = path.stat() if path.exists() else None  # a damaged one, which was passed over
         torch.set_num_threads(1)
+        python = random.getstate()
         pid = os.fork()
         if pid == 0:
             try:  # what is pruned is not known
+                random.setstate(python)  # a fork seeds it anew
                 made = self._made(self.objects, **{**self.arguments, "keep": KEEP + 1})
                 made.save(step, metrics={"loss": _loss(step)})
                 self.objects.climb_by_numpy()

@@ -15,36 +15,11 @@ import numpy as np
 import pytest
 import torch
 from support.damage import damage, flip
-from support.lives import Loader, Objects, Spec, canonical, names, stock
+from support.lives import Loader, names
 from torch import nn
 
 import fastserial
 from fastserial import Checkpointer
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_it_goes_on_bit_for_bit(tmp_path: Path, seed: int) -> None:
-    """The random generators of torch, Python and NumPy do, too."""
-
-    def trained(objects: Objects) -> Any:
-        for _ in range(4):
-            objects.train()
-            objects.forward()
-        return canonical(stock(objects.state)), random.random(), np.random.rand()
-
-    spec = Spec.of(random.Random(seed))
-    first = Objects(spec, 1, 0)
-    with Checkpointer(tmp_path, first.state) as checkpointer:
-        assert checkpointer.resume() == 0
-        for step in range(1, 4):
-            first.train()
-            checkpointer.save(step)
-    expected = trained(first)
-    second = Objects(spec, 2, 0)
-    with Checkpointer(tmp_path, second.state) as checkpointer:
-        assert checkpointer.resume() == 3
-        assert trained(second) == expected
-    assert names(tmp_path) == [f"step-0000000{n}.pt" for n in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("how", ["bit", "half", "empty", "noise"])
