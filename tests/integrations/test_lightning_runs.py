@@ -36,9 +36,7 @@ def files(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if not name.startswith("."))
 
 
-@pytest.mark.parametrize(
-    ("io", "parallel"), [("stock", {}), ("fast", {}), ("async", {}), ("async", DDP)]
-)
+@pytest.mark.parametrize(("io", "parallel"), [("fast", {}), ("async", {}), ("async", DDP)])
 def test_killed_in_a_save_and_resumed(
     run: Run, unbroken: Unbroken, io: str, parallel: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -65,11 +65,10 @@ def test_accelerate(run: Run, unbroken: Unbroken, ours: bool, safe: bool, tmp_pa
     assert killed.code == -signal.SIGKILL, killed.output
     assert not (folder / "state-6" / "optimizer.bin").exists()
     losses, last = unbroken(run, ACCELERATE, STEPS)
-    for fast in (True, False):
-        resume = str(folder / "state-4")
-        resumed = run(ACCELERATE, fastserial=fast, folder=str(folder), safe=safe, resume=resume)
-        assert resumed.code == 0, resumed.output
-        assert resumed.losses == losses[4:]
+    resume = str(folder / "state-4")
+    resumed = run(ACCELERATE, fastserial=not ours, folder=str(folder), safe=safe, resume=resume)
+    assert resumed.code == 0, resumed.output
+    assert resumed.losses == losses[4:]
     for name in ("optimizer.bin", "scheduler.bin"):
         saved = (folder / "state-8" / name).read_bytes()
         assert saved == (last / "state-8" / name).read_bytes()
