@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.lives import Loader
 from support.ranks import join
 from torch import nn
 
@@ -22,19 +23,6 @@ from fastserial.errors import ConfigError, DistributedError, LoadMismatchError
 
 REFUSED = (LoadMismatchError, DistributedError)  # here, or on another rank
 WIDTH = 520  # a weight has more than 1 MiB: every rank writes a part of it
-
-
-class Loader:
-    """Has a state of another size on each rank."""
-
-    def __init__(self, at: int, length: int) -> None:
-        self.at, self.seen = at, torch.zeros(length)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "seen": self.seen}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at, self.seen = state["at"], state["seen"]
 
 
 def model(number: float, *names: str) -> nn.Module:
@@ -50,16 +38,17 @@ def means(module: nn.Module) -> list[float]:
 
 def first(folder: Path, rank: int) -> dict[str, Any]:
     state = {"model": model(1, "body", "head"), "epoch": 3, "loose": torch.ones(3)}
-    each = {"loader": Loader(10 + rank, 100 + rank * 5000), "n": 4}
+    each: dict[str, Any] = {"loader": Loader(10 + rank), "n": 4}
+    each["loader"].order = torch.zeros(100 + rank * 5000)  # of another size on each rank
     with Checkpointer(folder, state, per_rank=each, timeout=60) as made:
         for step in (1, 2):
             torch.randn(3)  # other states of the generators
             made.save(step)
-    each = {"loader": Loader(0, 0), "n": 0}
+    each = {"loader": Loader(0), "n": 0}
     with Checkpointer(folder, state, per_rank=each, timeout=60) as made:
         assert made.resume() == 2
-    found: dict[str, Any] = {"loader": [each["loader"].at, len(each["loader"].seen), each["n"]]}
-    with Checkpointer(folder, state, per_rank={"other": Loader(0, 0)}, timeout=60) as made:
+    found: dict[str, Any] = {"loader": [each["loader"].epoch, len(each["loader"].order), each["n"]]}
+    with Checkpointer(folder, state, per_rank={"other": Loader(0)}, timeout=60) as made:
         with pytest.raises(REFUSED, match="no other for this rank"):
             made.resume()
         assert made.resume(strict=False) == 2
@@ -108,13 +97,13 @@ def renamed(folder: Path) -> Any:
 
 def again(folder: Path, rank: int) -> dict[str, Any]:
     """On another number of ranks."""
-    each = {"loader": Loader(0, 0)}
+    each = {"loader": Loader(0)}
     state = {"model": model(0, "body", "head"), "epoch": 0, "loose": torch.zeros(3)}
     with Checkpointer(folder, state, per_rank=each, timeout=60) as made:
         with pytest.raises(LoadMismatchError, match="by another number of ranks"):
             made.resume()
         assert made.resume(strict=False) == 2
-        return {"missing": list(made.resumed.missing), "loader": each["loader"].at}
+        return {"missing": list(made.resumed.missing), "loader": each["loader"].epoch}
 
 
 rank, _ = join()
