@@ -291,35 +291,6 @@ def test_ranks_with_checkpoints_of_their_own(tmp_path: Path) -> None:
     assert not (tmp_path / "file.pt").exists()
 
 
-# -- to a folder -----------------------------------------------------------------------------------
-
-
-def odd_states() -> dict[str, tuple[Any, str]]:
-    return {
-        "joined": ({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, r"same one \(.*a\.b\)"),
-        "number": ({1: torch.ones(1), "1": torch.ones(2)}, r"same one \(.*1\)"),
-        "sparse": (
-            {"x": {"s": torch.eye(5).to_sparse()}},
-            r"entry 'x\.s' .* layout torch.sparse_coo",
-        ),
-        "meta": (
-            {"m": torch.empty(3, device="meta")},
-            r"entry 'm' .* without memory \(device meta\)",
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", list(odd_states()))
-def test_what_a_folder_cannot_hold(name: str, tmp_path: Path) -> None:
-    state, text = odd_states()[name]
-    torch.save(state, tmp_path / "file.pt")
-    target = tmp_path / "new" / "folder"
-    with pytest.raises(ConvertError, match=rf"file\.pt: .*{text}.*--key") as caught:
-        convert(tmp_path / "file.pt", target, "dcp")
-    assert os.listdir(tmp_path) == ["file.pt"], "something is left of the target"
-    assert "\n" not in str(caught.value)
-
-
 # -- what a folder does not tell by itself ---------------------------------------------------------
 
 
