@@ -15,10 +15,9 @@ import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,8 @@ from torch import nn
 
 import fastserial
 from fastserial import Checkpointer
-from fastserial.engines import Request
-from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CheckpointFileError
+from support.beside import Gate
 from support.damage import DAMAGES, damage
 
 KEEP = 2
@@ -316,29 +314,6 @@ def names(folder: Path) -> list[str]:
     return sorted(name for name in there if name != ".fastserial.lock")
 
 
-class Held:
-    """Holds each save before its second block, for a moment or until `release`."""
-
-    def __init__(self) -> None:
-        self._open = Event()
-
-    def release(self) -> None:
-        self._open.set()
-
-    def engine(self, threads: int) -> ThreadsEngine:
-        event = self._open = Event()
-
-        class Engine(ThreadsEngine):
-            name = "held"
-
-            def submit(self, requests: Sequence[Request]) -> None:
-                event.wait(0.03)
-                event.set()
-                super().submit(requests)
-
-        return Engine(threads, True)
-
-
 class Life:
     """A run, its folder, and which steps stock would have left there.
 
@@ -361,7 +336,7 @@ class Life:
         if budget is not None:
             self.arguments["snapshot_budget"] = budget
         self.make = checkpointer
-        self.held = Held()
+        self.gate = Gate(0.03)
         # What each file holds: of those that are whole for sure, and of those that may be.
         self.whole: dict[int, Any] = {}
         self.maybe: dict[int, list[Any]] = {}
@@ -432,7 +407,7 @@ class Life:
         self.counts["saves"] += 1
 
     def wait(self, close: bool = False) -> None:
-        self.held.release()
+        self.gate.open.set()
         _, error = self._try(self.checkpointer.close if close else self.checkpointer.wait)
         if error is None and self.pending is not None:
             self._written()
@@ -509,7 +484,7 @@ class Life:
                 made = self._made(self.objects, **{**self.arguments, "keep": KEEP + 1})
                 made.save(step, metrics={"loss": _loss(step)})
                 self.objects.climb_by_numpy()
-                self.held.release()
+                self.gate.open.set()
                 time.sleep(delay)
                 os.kill(os.getpid(), signal.SIGKILL)
             finally:
@@ -580,10 +555,10 @@ class Life:
         self.wait(close=True)
 
 
-def slowly(held: Held) -> Any:
+def slowly(gate: Gate) -> Any:
     """Options under which saves of little states take several blocks."""
     return fastserial.options(
-        engine=held.engine, small_file=0, block_size=65536, queue_depth=1, durable=False
+        engine=gate.engine, small_file=0, block_size=65536, queue_depth=1, durable=False
     )
 
 
