@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.corpus import aligned
 from support.damage import flip
 from support.limits import file_size_limit
 
@@ -133,10 +134,8 @@ def not_ours(request: pytest.FixtureRequest, any_io: Any, tmp_path: Path) -> Ite
         with open(path, "r+b"):
             yield path
         return
-    config = pytest.importorskip("torch.utils.serialization").config.save
-    before, config.storage_alignment = config.storage_alignment, 1 << 16
-    yield path
-    config.storage_alignment = before
+    with aligned(1 << 16):
+        yield path
 
 
 def test_a_file_that_is_not_ours_to_write(any_io: Any, not_ours: Path, tmp_path: Path) -> None:

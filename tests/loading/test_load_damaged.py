@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.archives import hostile, state
-from support.corpus import FORMATS, noise
+from support.corpus import FORMATS, noise, without_crc
 from support.damage import damaged
 from support.identity import digest, fast, saved, stock, stock_bytes
 from support.loading import FORCED, attempt, last_report
@@ -113,12 +113,8 @@ def test_undamaged_is_verified(tmp_path: Path) -> None:
     report = last_report()
     assert (report.verified, report.engine, report.bytes) == (True, "torch", 0)
     assert report.fallback
-    with stock():
-        torch.serialization.set_crc32_options(False)
-        try:
-            torch.save([noise(9000)], path)
-        finally:
-            torch.serialization.set_crc32_options(True)
+    with stock(), without_crc():
+        torch.save([noise(9000)], path)
     with fast(**VERIFIED):
         torch.load(path)
     assert not last_report().verified

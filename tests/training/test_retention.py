@@ -145,9 +145,5 @@ def test_every(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_times(text: Any) -> None:
     with pytest.raises(fastserial.ConfigError, match="a time such as"):
         seconds_of("every", text)
-    assert [seconds_of("x", good) for good in ("90s", "1.5min", "2 h", "7d")] == [
-        90,
-        90,
-        7200,
-        604800,
-    ]
+    for good, seconds in {"90s": 90, "1.5min": 90, "2 h": 7200, "7d": 604800}.items():
+        assert seconds_of("x", good) == seconds
