@@ -48,7 +48,7 @@ _SLOW = tuple(
     saving/test_writer.py::test_peak_memory_is_the_pool
     test_interrupts.py::test_while test_surroundings.py
     training/test_checkpointer_ training/test_mirror.py::test_all_ranks
-    training/test_mirror.py::test_kills training/test_partial.py::test_many_ranks
+    training/test_mirror.py::test_kills training/test_partial.py::test_parts
     """.split()
 )
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import stat
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -18,16 +20,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.corpus import CASES, FORMATS
-from support.identity import SMALL, TARGETS, both, fast, raised, save, stock
+from support.beside import Gate
+from support.corpus import CASES, FORMATS, noise
+from support.identity import TARGETS, both, fast, raised, save, stock
 from support.others import as_user
-from support.processes import ask
+
+import fastserial
 
 OLD = b"the previous checkpoint" * 5000
 _NOBODY = 65534
 SIDES: dict[str, Callable[..., AbstractContextManager[None]]] = {"stock": stock, "fast": fast}
 # In blocks, or small and buffered: both ways end in the same rename.
-WAYS: list[dict[str, Any]] = [{}, {"small_file": 0, "block_size": 4096}, {"durable": False}]
+WAYS: list[dict[str, Any]] = [{}, {"small_file": 0, "block_size": 4096}]
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
 both_formats = pytest.mark.parametrize("fmt", FORMATS)
@@ -37,10 +41,6 @@ def assert_like(got: BaseException | None, want: BaseException | None) -> None:
     """Who catches ``want`` also catches ``got``."""
     assert (got is None) == (want is None), (got, want)
     assert want is None or isinstance(got, type(want)), (got, want)
-
-
-def names_path(error: BaseException | None, path: str) -> bool:
-    return path in str(error) or getattr(error, "filename", None) == path
 
 
 def still_saves(folder: Path, fmt: str) -> None:
@@ -60,7 +60,7 @@ def _after() -> Iterator[None]:
         pass
 
 
-# --- paths that cannot be written -------------------------------------------------------------
+# --- paths that cannot be written, and things that are not files ------------------------------
 
 PLACES = {
     "missing directory": "{}/missing/a.pt",
@@ -82,32 +82,88 @@ PLACES = {
 }
 # Places whose refusal must say the path; torch's own words are kept for the others.
 MUST_NAME = ("missing", "directory", "file as", "name too long", "path too", "link")
+LINKS = {"loop1": "loop2", "loop2": "loop1", "astray": "missing/a.pt", "door": "directory"}
+
+
+def _sink(write: Any = len, flush: Any = lambda: None) -> Any:
+    """What is no file, but has its methods."""
+    return SimpleNamespace(write=write, flush=flush)
+
+
+class _BytesPath:
+    def __fspath__(self) -> bytes:
+        return b"bytes.pt"
+
+    def __str__(self) -> str:  # torch 2.6 uses this
+        return "bytes.pt"
+
+
+def _raiser(error: BaseException) -> Callable[..., object]:
+    def raises(*data: object) -> object:
+        raise error
+
+    return raises
+
+
+def _closed(folder: Path) -> Any:
+    with open(folder / "closed", "wb") as file:
+        pass
+    return file
+
+
+def _read_only(folder: Path) -> Any:
+    (folder / "read-only").write_bytes(OLD)
+    return open(folder / "read-only", "rb")
+
+
+THINGS: dict[str, Callable[[Path], Any]] = {
+    "None": lambda d: None,
+    "descriptor": lambda d: 1,
+    "bytes": lambda d: os.fsencode(d / "bytes.pt"),
+    "object": lambda d: object(),
+    "path of bytes": lambda d: _BytesPath(),
+    "no flush": lambda d: SimpleNamespace(write=len),
+    "write raises OSError": lambda d: _sink(_raiser(OSError(28, "full"))),
+    "write raises KeyboardInterrupt": lambda d: _sink(_raiser(KeyboardInterrupt())),
+    "write returns None": lambda d: _sink(lambda data: None),
+    "flush raises": lambda d: _sink(flush=_raiser(OSError(5, "flush failed"))),
+    "text stream": lambda d: io.StringIO(),
+    "closed file": _closed,
+    "read-only file": _read_only,
+    "text file": lambda d: open(d / "text", "w"),  # noqa: SIM115
+    "full device": lambda d: open("/dev/full", "wb", buffering=0),  # noqa: SIM115
+    "full device, buffered": lambda d: open("/dev/full", "wb"),  # noqa: SIM115
+    "read end of a pipe": lambda d: os.fdopen(os.pipe()[0], "rb"),
+}
 
 
 @both_formats
-@pytest.mark.parametrize("place", PLACES)
-def test_impossible_path(place: str, fmt: str, tmp_path: Path) -> None:
-    """Stock's type of exception, the path in its message, and nothing left behind."""
+@pytest.mark.parametrize("name", [*PLACES, *THINGS])
+def test_what_cannot_be_written(
+    name: str, fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock's type of exception, and nothing left behind; of things that torch writes, its text."""
     errors, left = {}, {}
     for side, context in SIDES.items():
         folder = tmp_path / side
         (folder / "directory").mkdir(parents=True)
         (folder / "plain").touch()
-        for link, points in {
-            "loop1": "loop2",
-            "loop2": "loop1",
-            "astray": "missing/a.pt",
-            "door": "directory",
-        }.items():
+        for link, points in LINKS.items():
             (folder / link).symlink_to(points)
-        path = PLACES[place].format(folder)
+        monkeypatch.chdir(folder)
+        f = PLACES[name].format(folder) if name in PLACES else THINGS[name](folder)
         with context():
-            errors[side] = raised(lambda path=path: save(path, fmt))  # type: ignore[misc]
+            errors[side] = raised(save, f, fmt)
+        if isinstance(f, io.IOBase):
+            raised(f.close)
         left[side] = sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
     assert_like(errors["fast"], errors["stock"])
     assert left["fast"] == left["stock"]
-    if place.startswith(MUST_NAME) and not path.endswith("/"):
-        assert names_path(errors["fast"], path), errors["fast"]
+    if name in THINGS:
+        said = [str(error).replace(str(tmp_path / side), "") for side, error in errors.items()]
+        assert said[0] == said[1]
+    elif name.startswith(MUST_NAME) and not f.endswith("/"):
+        assert f in str(errors["fast"]) or getattr(errors["fast"], "filename", None) == f
     if isinstance(errors["stock"], OSError):
         assert getattr(errors["fast"], "errno", None) == errors["stock"].errno
     still_saves(tmp_path / "after", fmt)
@@ -179,107 +235,26 @@ FAILING = [name for name, case in CASES.items() if case.raises.keys() == set(FOR
 
 
 @both_formats
-@pytest.mark.parametrize("before", [OLD, None], ids=["over a file", "new"])
 @pytest.mark.parametrize("name", FAILING)
-def test_failed_save(name: str, before: bytes | None, fmt: str, tmp_path: Path) -> None:
+def test_failed_save(name: str, fmt: str, tmp_path: Path) -> None:
     """The previous file stays byte for byte, nothing else lies beside it."""
-    case = CASES[name]
+    case, path = CASES[name], tmp_path / "a.pt"
     live, options = case.build(), case.options(fmt)
     with stock():
-        want = raised(lambda: torch.save(live, tmp_path / "stock.pt", **options))
+        want = raised(lambda: torch.save(live, path, **options))
     assert isinstance(want, case.raises[fmt])
+    path.write_bytes(OLD)
+    path.chmod(0o640)
+    before = path.stat()
     for way in WAYS:
-        folder = tmp_path / "-".join(way or ["default"])
-        folder.mkdir()
-        path = folder / "a.pt"
-        if before is not None:
-            path.write_bytes(before)
-            path.chmod(0o640)
-            inode = path.stat().st_ino
         with fast(**way):
-            got = raised(lambda path=path: torch.save(live, path, **options))  # type: ignore[misc]
+            got = raised(lambda: torch.save(live, path, **options))
         assert_like(got, want)
         assert str(got) == str(want)
-        assert os.listdir(folder) == ([] if before is None else ["a.pt"])
-        if before is not None:
-            assert path.read_bytes() == before
-            assert (path.stat().st_ino, stat.S_IMODE(path.stat().st_mode)) == (inode, 0o640)
-    still_saves(tmp_path / "after", fmt)
-
-
-# --- things that are not files ----------------------------------------------------------------
-
-
-def _sink(write: Any = len, flush: Any = lambda: None) -> Any:
-    """What is no file, but has its methods."""
-    return SimpleNamespace(write=write, flush=flush)
-
-
-class _BytesPath:
-    def __fspath__(self) -> bytes:
-        return b"bytes.pt"
-
-    def __str__(self) -> str:  # torch 2.6 uses this
-        return "bytes.pt"
-
-
-def _raiser(error: BaseException) -> Callable[..., object]:
-    def raises(*data: object) -> object:
-        raise error
-
-    return raises
-
-
-def _closed(folder: Path) -> Any:
-    with open(folder / "closed", "wb") as file:
-        pass
-    return file
-
-
-def _read_only(folder: Path) -> Any:
-    (folder / "read-only").write_bytes(OLD)
-    return open(folder / "read-only", "rb")
-
-
-THINGS: dict[str, Callable[[Path], Any]] = {
-    "None": lambda d: None,
-    "descriptor": lambda d: 1,
-    "bytes": lambda d: os.fsencode(d / "bytes.pt"),
-    "object": lambda d: object(),
-    "path of bytes": lambda d: _BytesPath(),
-    "no flush": lambda d: SimpleNamespace(write=len),
-    "write raises OSError": lambda d: _sink(_raiser(OSError(28, "full"))),
-    "write raises KeyboardInterrupt": lambda d: _sink(_raiser(KeyboardInterrupt())),
-    "write returns None": lambda d: _sink(lambda data: None),
-    "flush raises": lambda d: _sink(flush=_raiser(OSError(5, "flush failed"))),
-    "text stream": lambda d: io.StringIO(),
-    "closed file": _closed,
-    "read-only file": _read_only,
-    "text file": lambda d: open(d / "text", "w"),  # noqa: SIM115
-    "full device": lambda d: open("/dev/full", "wb", buffering=0),  # noqa: SIM115
-    "full device, buffered": lambda d: open("/dev/full", "wb"),  # noqa: SIM115
-    "read end of a pipe": lambda d: os.fdopen(os.pipe()[0], "rb"),
-}
-
-
-@both_formats
-@pytest.mark.parametrize("thing", THINGS)
-def test_not_a_file(thing: str, fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exactly stock's answer: these go torch's way."""
-    answers = {}
-    for side, context in SIDES.items():
-        folder = tmp_path / side
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        f = THINGS[thing](folder)
-        with context():
-            answers[side] = raised(lambda f=f: save(f, fmt))  # type: ignore[misc]
-        if isinstance(f, io.IOBase):
-            raised(f.close)
-    assert_like(answers["fast"], answers["stock"])
-    here = [str(error).replace(str(tmp_path / side), "") for side, error in answers.items()]
-    assert here[0] == here[1]
-    assert sorted(os.listdir(tmp_path / "fast")) == sorted(os.listdir(tmp_path / "stock"))
+        assert os.listdir(tmp_path) == ["a.pt"]
+        assert path.read_bytes() == OLD
+        after = path.stat()
+        assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
     still_saves(tmp_path / "after", fmt)
 
 
@@ -288,11 +263,24 @@ def test_not_a_file(thing: str, fmt: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_fork_while_another_thread_saves(tmp_path: Path) -> None:
     """The child can save, the parent's save is not disturbed."""
-    result = ask("fork_while_saving", tmp_path, "zip")
-    assert result["codes"] == [0] * 8
-    assert result["errors"] == []
-    assert result["saves"] > 0
-    assert len(os.listdir(tmp_path)) == 9
-    for i in range(8):
-        assert torch.equal(torch.load(tmp_path / f"child{i}.pt")["x"], SMALL["x"])
-    assert torch.load(tmp_path / "parent.pt")["t"].numel() == 6_000_000
+    want, gate = {"t": noise(1_000_000)}, Gate()
+    options = {"engine": gate.engine, "small_file": 0, "block_size": 65536, "queue_depth": 1}
+
+    def run() -> None:
+        with fastserial.options(**options):
+            save(tmp_path / "parent.pt", "zip", want)
+
+    with fast(durable=False, small_file=0, block_size=65536):
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert gate.stopped.wait(60)
+        child = os.fork()
+        if not child:
+            signal.alarm(30)
+            os._exit(raised(save, tmp_path / "child.pt", "zip", want) is not None)
+        assert os.waitpid(child, 0)[1] == 0
+        gate.open.set()
+        thread.join()
+    for name in ("child.pt", "parent.pt"):
+        assert torch.equal(torch.load(tmp_path / name)["t"], want["t"])
+    assert sorted(os.listdir(tmp_path)) == ["child.pt", "parent.pt"]

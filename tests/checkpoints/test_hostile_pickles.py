@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from support.loading import filled, opened
 from support.processes import ask
 
-import fastserial
 from fastserial import convert, inspect, verify
-from fastserial.errors import ConvertError
+from fastserial.errors import ConvertError, CorruptCheckpointError
 
 
 def test_no_pickle_ends_the_process(tmp_path: Path) -> None:
@@ -37,17 +39,6 @@ class Evil:
         return os.mkdir, (str(self.folder / "executed"),)
 
 
-def opened(path: Path) -> torch.Tensor:
-    with fastserial.open(path) as file:
-        return file.get_tensor("w")
-
-
-def filled(path: Path) -> torch.Tensor:
-    target = {"w": torch.zeros(2)}
-    fastserial.load_into(target, path)
-    return target["w"]
-
-
 @pytest.mark.parametrize("zipped", [True, False])
 def test_no_tool_runs_a_pickle(zipped: bool, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
@@ -55,8 +46,28 @@ def test_no_tool_runs_a_pickle(zipped: bool, tmp_path: Path) -> None:
     torch.save(value, path, _use_new_zipfile_serialization=zipped)
     assert verify(path).ok
     assert any(name.endswith(".mkdir") for name in inspect(path).imports)
-    assert torch.equal(opened(path), value["w"])
-    assert torch.equal(filled(path), value["w"])
+    assert torch.equal(opened(path)["w"], value["w"])
+    assert torch.equal(filled({"w": torch.zeros(2)}, path)["w"], value["w"])
     with pytest.raises(ConvertError, match=r"x\.pt"):
         convert(path, tmp_path / "y.pt")
     assert os.listdir(tmp_path) == ["x.pt"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_no_pickle_of_a_folder_is_run(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path)))
+    (tmp_path / "a" / "__0_0.distcp").write_bytes(b"x")
+    assert verify(tmp_path / "a").status == "damaged"
+    for call in (inspect, lambda path: convert(path, tmp_path / "a.pt")):
+        with pytest.raises(CorruptCheckpointError):
+            call(tmp_path / "a")
+    dcp.save(
+        {"a": torch.ones(3), "b": Evil(tmp_path)},
+        storage_writer=dcp.FileSystemWriter(tmp_path / "b"),
+    )
+    assert verify(tmp_path / "b").status == "ok"
+    assert "posix.mkdir" not in inspect(tmp_path / "b").imports
+    with pytest.raises(ConvertError, match="'b' cannot be loaded under the rules of weights_only"):
+        convert(tmp_path / "b", tmp_path / "b.pt")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]

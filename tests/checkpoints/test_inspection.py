@@ -11,6 +11,8 @@ import torch
 from support.nests import flat
 from torch import nn
 
+import fastserial
+from fastserial import verify
 from fastserial.checkpoints.inspect import Inspection, inspect
 from fastserial.errors import (
     CorruptCheckpointError,
@@ -66,16 +68,19 @@ def test_each_tensor_is_found_where_its_bytes_are(tmp_path: Path, zipped: bool) 
         ("x.pt", b"", "the file is empty"),
         ("x.pt", b"hello", "neither"),
         ("x.pt", pickle.dumps([1]), "neither"),
+        ("x.pt", b"\x93NUMPY" + bytes(500), "neither"),
         ("__0_0.distcp", b"PK\3\4 and so on", "torch.distributed.checkpoint"),
     ],
 )
 def test_no_checkpoint(tmp_path: Path, name: str, content: bytes, why: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(UnreadableCheckpointError, match=f"{name}: .*{why}") as caught:
-        inspect(path)
-    assert not isinstance(caught.value, CorruptCheckpointError)
-    assert isinstance(caught.value, RuntimeError)
+    for call in (inspect, fastserial.open):
+        with pytest.raises(UnreadableCheckpointError, match=f"{name}: .*{why}") as caught:
+            call(path)
+        assert not isinstance(caught.value, CorruptCheckpointError)
+        assert isinstance(caught.value, RuntimeError)
+    assert verify(path).status == "unreadable"
 
 
 def test_a_directory_and_a_missing_file(tmp_path: Path) -> None:

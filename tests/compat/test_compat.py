@@ -47,7 +47,7 @@ def test_write_and_read(writer: str, reader: str, tmp_path: Path) -> None:
     """All values arrive, in both formats, also through a mapping."""
     written = run(writer, tmp_path, "write")
     found = run(reader, tmp_path, "read")
-    assert len(written["values"]) > 60
+    assert len(written["values"]) > 40
     wrong = {
         name: value
         for name, value in found["values"].items()
@@ -63,15 +63,16 @@ def test_folders_of_shards(writer: str, reader: str, tmp_path: Path) -> None:
     for folder in ("mixed", "stock"):
         (tmp_path / folder).mkdir()
     written = run(writer, tmp_path / "mixed", "save")
-    stocks = [side.replace("fast", "stock here") for side in (writer, reader)]
-    run(stocks[0], tmp_path / "stock", "save")
-    try:
-        run(stocks[1], tmp_path / "stock", "load")
-    except AssertionError as error:
-        # `.metadata` of newer releases has strides, which 2.6 does not understand
-        if "too many values to unpack" not in str(error):
-            raise
-        return
+    if sys.executable != STOCK:
+        stocks = [side.replace("fast", "stock here") for side in (writer, reader)]
+        run(stocks[0], tmp_path / "stock", "save")
+        try:
+            run(stocks[1], tmp_path / "stock", "load")
+        except AssertionError as error:
+            # `.metadata` of newer releases has strides, which 2.6 does not understand
+            if "too many values to unpack" not in str(error):
+                raise
+            return
     found = run(reader, tmp_path / "mixed", "load")
     assert len(written["values"]) > 20
     assert found["values"] == written["values"], (written["torch"], found["torch"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support import processes
-from support.runs import Ran, Run
+from support.runs import Ran, Run, Unbroken
 
 
 @pytest.fixture
@@ -38,3 +38,21 @@ def run(tmp_path: Path) -> Run:
         return Ran(ended.code, found, ended.out + ended.err)
 
     return start
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
+    """The losses of a program's stock run without a break, so many, and its folder."""
+    known: dict[str, tuple[list[str], Path]] = {}
+
+    def found(run: Run, program: str, count: int, **options: Any) -> tuple[list[str], Path]:
+        key = f"{program} {options}"
+        if key not in known:
+            folder = tmp_path_factory.mktemp("unbroken") / "out"
+            ran = run(program, folder=str(folder), **options)
+            assert ran.code == 0, ran.output
+            assert len(ran.losses) == count
+            known[key] = ran.losses, folder
+        return known[key]
+
+    return found

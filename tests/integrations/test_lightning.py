@@ -3,15 +3,18 @@ trains with them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.corpus import aligned
 from support.damage import flip
 from support.limits import file_size_limit
 
@@ -119,7 +122,14 @@ def test_a_link_is_replaced_not_what_it_leads_to(
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old"]
 
 
-@pytest.fixture(params=["open in this process", "an alignment that does not fit", "a link"])
+NOT_OURS: dict[str, Callable[[Path], AbstractContextManager[Any]]] = {
+    "open in this process": lambda path: open(path, "r+b"),  # noqa: SIM115
+    "an alignment that does not fit": lambda path: aligned(1 << 16),
+    "a link": contextlib.nullcontext,
+}
+
+
+@pytest.fixture(params=NOT_OURS)
 def not_ours(request: pytest.FixtureRequest, any_io: Any, tmp_path: Path) -> Iterator[Path]:
     """The path of a checkpoint that fastserial leaves to others; `old.ckpt` holds the same."""
     path = tmp_path / "last.ckpt"
@@ -129,14 +139,8 @@ def not_ours(request: pytest.FixtureRequest, any_io: Any, tmp_path: Path) -> Ite
         path.symlink_to("old.ckpt")
     else:
         path.write_bytes((tmp_path / "old.ckpt").read_bytes())
-    if request.param == "open in this process":
-        with open(path, "r+b"):
-            yield path
-        return
-    config = pytest.importorskip("torch.utils.serialization").config.save
-    before, config.storage_alignment = config.storage_alignment, 1 << 16
-    yield path
-    config.storage_alignment = before
+    with NOT_OURS[request.param](path):
+        yield path
 
 
 def test_a_file_that_is_not_ours_to_write(any_io: Any, not_ours: Path, tmp_path: Path) -> None:

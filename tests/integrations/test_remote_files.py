@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.archives import rewritten
 
 import fastserial
 from fastserial.errors import (
@@ -43,22 +44,41 @@ def bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return f"file://{tmp_path}"
 
 
+class Reads(list[tuple[int, int]]):
+    """The ranges that were read; something may happen before one of them."""
+
+    number = 0
+    do: Callable[[], object]
+
+    def at(self, number: int, do: Callable[[], object]) -> None:
+        """Do something before the read of this number, which counts from 1."""
+        self.clear()
+        self.number, self.do = number, do
+
+
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The ranges that were read."""
-    ranges: list[tuple[int, int]] = []
+def read(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    reads = Reads()
     for kind in (remote._ObstoreFolder, remote._FsspecFolder):
         real = kind.read
 
         def note(self: Any, name: str, at: int, nbytes: int, real: Any = real) -> Any:
-            ranges.append((at, nbytes))
+            reads.append((at, nbytes))
+            if len(reads) == reads.number:
+                reads.do()
             return real(self, name, at, nbytes)
 
         monkeypatch.setattr(kind, "read", note)
-    return ranges
+    return reads
 
 
-def test_tensors_and_parts_of_them(bucket: str, read: list[tuple[int, int]]) -> None:
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little is read at once."""
+    monkeypatch.setattr(remote, "_CHUNK", 1 << 20)
+
+
+def test_tensors_and_parts_of_them(bucket: str, read: Reads) -> None:
     with fastserial.open(f"{bucket}/x.pt") as file:
         assert torch.equal(file.get_tensor("small.3"), STATE["small.3"])
         rows = file.get_slice("weight")[1:2, :100]
@@ -68,9 +88,7 @@ def test_tensors_and_parts_of_them(bucket: str, read: list[tuple[int, int]]) -> 
         assert max(nbytes for _, nbytes in read) <= 8 << 20
 
 
-def test_a_load_reads_each_byte_once(
-    bucket: str, tmp_path: Path, read: list[tuple[int, int]]
-) -> None:
+def test_a_load_reads_each_byte_once(bucket: str, tmp_path: Path, read: Reads) -> None:
     found = fastserial.load(f"{bucket}/x.pt", weights_only=True)
     assert found["step"] == 7
     assert all(torch.equal(found[name], STATE[name]) for name in STATE if name != "step")
@@ -81,25 +99,8 @@ def test_a_load_reads_each_byte_once(
         fastserial.load(f"{bucket}/x.pt")
 
 
-def at_read(monkeypatch: pytest.MonkeyPatch, number: int, do: Callable[[], object]) -> None:
-    """Do something before the read of this number, which counts from 1."""
-    done = [0]
-    monkeypatch.setattr(remote, "_CHUNK", 1 << 20)
-    for kind in (remote._ObstoreFolder, remote._FsspecFolder):
-        real = kind.read
-
-        def read(self: Any, name: str, at: int, nbytes: int, real: Any = real) -> Any:
-            done[0] += 1
-            if done[0] == number:
-                do()
-            return real(self, name, at, nbytes)
-
-        monkeypatch.setattr(kind, "read", read)
-
-
-def test_a_file_that_is_replaced_meanwhile(
-    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("little")
+def test_a_file_that_is_replaced_meanwhile(bucket: str, tmp_path: Path, read: Reads) -> None:
     new = {key: value + 1 for key, value in STATE.items()}
 
     def replace() -> None:
@@ -108,15 +109,13 @@ def test_a_file_that_is_replaced_meanwhile(
         assert (tmp_path / "new" / "x.pt").stat().st_size == (tmp_path / "x.pt").stat().st_size
         os.replace(tmp_path / "new" / "x.pt", tmp_path / "x.pt")
 
-    with monkeypatch.context() as patch:
-        at_read(patch, 12, replace)
-        with pytest.raises(CorruptCheckpointError, match="changed while it was read"):
-            fastserial.load(f"{bucket}/x.pt")
-    with monkeypatch.context() as patch:
-        at_read(patch, 12, replace)
-        report = fastserial.verify(f"{bucket}/x.pt")
-        assert report.status == "unreadable"
-        assert "changed while it was read" in report.notes[-1]
+    read.at(12, replace)
+    with pytest.raises(CorruptCheckpointError, match="changed while it was read"):
+        fastserial.load(f"{bucket}/x.pt")
+    read.at(12, replace)
+    report = fastserial.verify(f"{bucket}/x.pt")
+    assert report.status == "unreadable"
+    assert "changed while it was read" in report.notes[-1]
     with fastserial.open(f"{bucket}/x.pt") as file:
         file.get_tensor("weight")
         replace()
@@ -124,21 +123,20 @@ def test_a_file_that_is_replaced_meanwhile(
             file.get_tensor("weight")
 
 
+@pytest.mark.usefixtures("little")
 @pytest.mark.parametrize("error", [RemoteError("down"), KeyboardInterrupt()], ids=["down", "ctrl"])
-def test_an_error_in_the_middle_of_a_load(
-    bucket: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_middle_of_a_load(bucket: str, error: BaseException, read: Reads) -> None:
     def fail() -> None:
         raise error
 
-    at_read(monkeypatch, 12, fail)
+    read.at(12, fail)
     with pytest.raises(type(error)) as caught:
         fastserial.load(f"{bucket}/x.pt")
     assert caught.value is error
 
 
-def test_few_parts_are_kept(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_CHUNK", 1 << 20)
+@pytest.mark.usefixtures("little")
+def test_few_parts_are_kept(bucket: str, tmp_path: Path) -> None:
     data = (tmp_path / "x.pt").read_bytes()
     file = remote.ReadAhead(remote.RemoteSource(f"{bucket}/x.pt"))
     for at in [*reversed(range(0, len(data), 1 << 20)), 5 << 20, 0]:
@@ -148,7 +146,7 @@ def test_few_parts_are_kept(bucket: str, tmp_path: Path, monkeypatch: pytest.Mon
     file.close()
 
 
-def test_inspect_and_verify(bucket: str, tmp_path: Path, read: list[tuple[int, int]]) -> None:
+def test_inspect_and_verify(bucket: str, tmp_path: Path, read: Reads) -> None:
     here, there = fastserial.inspect(tmp_path / "x.pt"), fastserial.inspect(f"{bucket}/x.pt")
     assert there.tensors == here.tensors
     assert there.storages == here.storages
@@ -164,29 +162,18 @@ def test_inspect_and_verify(bucket: str, tmp_path: Path, read: list[tuple[int, i
     assert "damaged" in problem.message
 
 
-def of_another_program(of_torch: Path, method: int) -> str:
-    """Write an archive anew as a zip program does; return its name."""
-    path = of_torch.with_name("others.pt")
-    with zipfile.ZipFile(of_torch) as old, zipfile.ZipFile(path, "w", method) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name), compresslevel=1)
-    return path.name
-
-
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.usefixtures("little")
 def test_verify_of_the_archive_of_another_program(
-    bucket: str,
-    tmp_path: Path,
-    read: list[tuple[int, int]],
-    monkeypatch: pytest.MonkeyPatch,
-    method: int,
+    bucket: str, tmp_path: Path, read: Reads, method: int
 ) -> None:
     """Each byte is read once, and what fails on the way is no damage."""
-    monkeypatch.setattr(remote, "_CHUNK", 1 << 20)
-    name = of_another_program(tmp_path / "x.pt", method)
+    data = rewritten((tmp_path / "x.pt").read_bytes(), compression=method, compresslevel=1)
+    (tmp_path / "others.pt").write_bytes(data)
+    url = f"{bucket}/others.pt"
     threads = threading.active_count()
-    assert fastserial.verify(f"{bucket}/{name}").ok
-    assert sum(nbytes for _, nbytes in read) < 1.2 * (tmp_path / name).stat().st_size
+    assert fastserial.verify(url).ok
+    assert sum(nbytes for _, nbytes in read) < 1.2 * len(data)
     assert len(read) < 1.5 * len(STATE) + 24  # one for each record's header
     while threading.active_count() > threads:  # those of the read-ahead end
         time.sleep(0.01)
@@ -196,10 +183,9 @@ def test_verify_of_the_archive_of_another_program(
 
     total = len(read)
     for number in (1, total // 2, total - 5, total - 2):
-        with monkeypatch.context() as patch:
-            at_read(patch, number, fail)
-            report = fastserial.verify(f"{bucket}/{name}")
-            assert (report.status, report.notes[-1]) == ("unreadable", "down"), number
+        read.at(number, fail)
+        report = fastserial.verify(url)
+        assert (report.status, report.notes[-1]) == ("unreadable", "down"), number
 
 
 def test_safetensors(bucket: str, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from fastserial.loading.reader import FastFileReader, HostSink, ReadExtent
 from fastserial.memory.storages import new_storage
 
 SIZE = 9_456_789
-DIRECT = Config(direct=True, small_file=0)
 
 
 @pytest.fixture(scope="module")
@@ -111,20 +110,6 @@ def test_outside_the_file(path: Path) -> None:
 # --- blocks -------------------------------------------------------------------------------------
 
 
-def test_errors_of_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They surface in the caller with errno and file name, and nothing hangs."""
-
-    def failing(request: Any, done: int = 0) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(threads, "transfer", failing)
-    sink, _ = host(SIZE)
-    with FastFileReader(path, DIRECT) as reader:
-        with pytest.raises(OSError, match="Input/output") as caught:
-            reader.read_into([ReadExtent(0, SIZE, sink)])
-        assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
-
-
 def test_direct_reads_that_are_refused(
     path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,14 +155,15 @@ class FailsThenWaits(ThreadsEngine):
         return transfer(request)
 
 
-def test_no_read_outlasts_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory is its owner's again, or torch's, which reads into it instead."""
+def test_no_read_outlasts_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is its owner's again, or torch's; the error has errno and file name."""
     monkeypatch.setattr(pump, "create", lambda name, count: FailsThenWaits(count))
     sink, storage = host(SIZE)
     config = Config(direct=True, small_file=0, block_size=1 << 20)
     with FastFileReader(path, config) as reader:
-        with pytest.raises(OSError, match="the disk failed"):
+        with pytest.raises(OSError, match="the disk failed") as caught:
             reader.read_into([ReadExtent(0, SIZE, sink)])
+        assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
         storage.fill_(0)
         time.sleep(0.6)
         assert content(storage) == bytes(SIZE)

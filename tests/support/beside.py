@@ -14,14 +14,20 @@ from fastserial.overlap import pending
 
 
 class Gate:
-    """Lets the first block of a save through, and stops the saving thread before the second."""
+    """Lets the first block of a save through, and stops the saving thread before the second.
 
-    def __init__(self) -> None:
+    With `seconds` for so long, each save anew; else until `open` is set.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.seconds = seconds
         self.stopped = threading.Event()
         self.open = threading.Event()
 
     def engine(self, threads: int) -> ThreadsEngine:
         gate = self
+        if self.seconds is not None:
+            self.open = threading.Event()
 
         class Gated(ThreadsEngine):
             name = "gated"
@@ -31,7 +37,7 @@ class Gate:
                 for request in requests:
                     if self.blocks == 1:
                         gate.stopped.set()
-                        assert gate.open.wait(60)
+                        assert gate.open.wait(gate.seconds or 60) or gate.seconds
                     self.blocks += 1
                     super().submit([request])
 

@@ -183,9 +183,6 @@ def _() -> Any:
 # --- shapes and sizes -------------------------------------------------------------------------
 
 
-add("empty", lambda: torch.empty(0))
-
-
 @case("empty_between_data")
 def _() -> Any:
     return [noise(100), torch.empty(0), noise(5000), torch.empty(0), torch.empty(0)]
@@ -228,12 +225,6 @@ def _() -> Any:
     return {f"block.{i}.weight": torch.randn(1 + i % 7) for i in range(1000)}
 
 
-@case("more_than_ten_storages")
-def _() -> Any:
-    # torch 2.6 writes key 10 before key 2.
-    return [torch.full((3,), i) for i in range(23)]
-
-
 # Content that looks like a data descriptor: torch folds it into the archive's id (a quirk).
 @case("descriptor_signatures_mixed")
 def _() -> Any:
@@ -257,13 +248,11 @@ def _() -> Any:
 @case("views")
 def _() -> Any:
     x = torch.arange(60.0).reshape(6, 10)
-    return {"base": x, "row": x[2], "slice": x[1:4, 2:7], "t": x.t(), "step": x[::2, ::3]}
-
-
-@case("same_memory_two_storages")
-def _() -> Any:
+    views = {"base": x, "row": x[2], "slice": x[1:4, 2:7], "t": x.t(), "step": x[::2, ::3]}
     a = np.arange(12, dtype=np.float32)
-    return [torch.from_numpy(a), torch.from_numpy(a)]
+    same_memory = [torch.from_numpy(a), torch.from_numpy(a)]
+    # torch 2.6 writes key 10 before key 2.
+    return [views, same_memory, [torch.full((3,), i) for i in range(23)]]
 
 
 @case("same_memory_two_dtypes", raises=RuntimeError)
@@ -298,9 +287,15 @@ def _() -> Any:
 # --- memory that torch did not allocate -------------------------------------------------------
 
 
-@case("from_numpy")
+@case("memory_of_others")
 def _() -> Any:
-    return [torch.from_numpy(np.arange(9.0)), torch.from_numpy(np.ones((3, 4), order="F"))]
+    return [
+        torch.from_numpy(np.arange(9.0)),
+        torch.from_numpy(np.ones((3, 4), order="F")),
+        torch.frombuffer(random.randbytes(5000), dtype=torch.uint8),  # read only
+        torch.randn(3000).share_memory_(),
+        nn.Linear(3, 3).share_memory().state_dict(),
+    ]
 
 
 @case("frombuffer_odd_address_float32")
@@ -308,9 +303,6 @@ def _() -> Any:
     # Every fourth byte stays small: no NaN, which an unaligned copy may not keep.
     buffer = bytearray(random.randbytes(2 * MIB + 1))
     return torch.frombuffer(buffer, dtype=torch.float32, offset=1, count=MIB // 2 - 3)
-
-
-add("frombuffer_read_only", lambda: torch.frombuffer(random.randbytes(5000), dtype=torch.uint8))
 
 
 def _mapped(read_only: bool) -> Any:
@@ -322,13 +314,7 @@ def _mapped(read_only: bool) -> Any:
         return torch.from_file(file.name, shared=True, size=20_000)
 
 
-add("mapped_from_file", lambda: _mapped(False), portable=False)
-add("mapped_read_only", lambda: _mapped(True), portable=False)
-
-
-@case("shared_memory")
-def _() -> Any:
-    return [torch.randn(3000).share_memory_(), nn.Linear(3, 3).share_memory().state_dict()]
+add("mapped", lambda: [_mapped(False), _mapped(True)], portable=False)
 
 
 # --- kinds of tensors -------------------------------------------------------------------------
@@ -367,18 +353,14 @@ class Plain(torch.Tensor):
     """A subclass that adds nothing."""
 
 
-@case("subclass_plain")
+@case("subclasses")
 def _() -> Any:
-    return [torch.randn(3).as_subclass(Plain), nn.Parameter(torch.randn(2).as_subclass(Plain))]
-
-
-@case("subclass_with_attributes")
-def _() -> Any:
+    plain = [torch.randn(3).as_subclass(Plain), nn.Parameter(torch.randn(2).as_subclass(Plain))]
     x = torch.randn(3).as_subclass(Plain)
     x.note, x.friend = "größe", torch.ones(2)  # type: ignore[attr-defined]
     y = torch.randn(2)
     y.tag = {"on": "a plain tensor"}  # type: ignore[attr-defined]
-    return [x, y]
+    return [*plain, x, y]
 
 
 # --- contexts and options ---------------------------------------------------------------------
@@ -498,8 +480,7 @@ def _trained() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     return model, optimizer, scheduler
 
 
-add("module", _net, portable=False)
-add("module_tied", Tied, portable=False)
+add("module", lambda: [_net(), Tied()], portable=False)
 add("module_state_dict", lambda: Tied().state_dict())
 add("module_script", lambda: torch.jit.script(nn.Linear(3, 4)), raises=(RuntimeError, TypeError))
 
@@ -524,12 +505,6 @@ def _() -> Any:
 
 
 add("generator", lambda: torch.Generator().manual_seed(5), fresh_storages=True, formats=("zip",))
-
-
-@case("torch_small_objects")
-def _() -> Any:
-    kinds = [torch.float32, torch.device("cpu"), torch.device("meta"), torch.Size([2, 3])]
-    return [*kinds, torch.strided, torch.max(torch.eye(3), 0), torch.__version__]
 
 
 # --- plain Python -----------------------------------------------------------------------------
@@ -576,13 +551,22 @@ def _deep(depth: int) -> Any:
 
 add("none", lambda: None)
 add("huge_bytes", lambda: {"blob": random.randbytes(3 * MIB + 1), "t": noise(5000)}, portable=False)
-add("deep_nesting", lambda: _deep(100))
-add("recursive", _recursive)
-add("dataclass", lambda: Record("root", torch.ones(3), [Record("leaf", noise(90))]))
-add("namedtuple", lambda: Point(1, torch.randn(3)))
-add("slots", lambda: Slotted(torch.ones(2), {"a": Slotted(None, noise(10))}))
-add("enums", lambda: [Color.RED, Color.GREEN, re.IGNORECASE])
-add("numpy_arrays", lambda: [np.arange(7), np.random.rand(3, 4).T, np.zeros((0, 2)), np.float32(3)])
+add("deep_nesting", lambda: [_deep(100), _recursive()])
+
+
+@case("objects")
+def _() -> Any:
+    kinds = [torch.float32, torch.device("cpu"), torch.device("meta"), torch.Size([2, 3])]
+    return [
+        *(*kinds, torch.strided, torch.max(torch.eye(3), 0), torch.__version__),
+        Record("root", torch.ones(3), [Record("leaf", noise(90))]),
+        Point(1, torch.randn(3)),
+        Slotted(torch.ones(2), {"a": Slotted(None, noise(10))}),
+        *(Color.RED, Color.GREEN, re.IGNORECASE),
+        *(np.arange(7), np.random.rand(3, 4).T, np.zeros((0, 2)), np.float32(3)),
+    ]
+
+
 add(
     "standard_library",
     lambda: [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import random
 import struct
@@ -14,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+
+from support.archives import rewritten
+from support.identity import stock_bytes
 
 _EXTREMES = (0, 1, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFE, 0xFFFFFFFF, 2**40, 2**62, 2**64 - 1)
 _SIGNATURES = (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07")
@@ -90,24 +92,13 @@ def originals() -> dict[str, bytes]:
         "bytes": torch.frombuffer(bytearray(b"PK\x07\x08PK\x03\x04PK\x05\x06"), dtype=torch.uint8),
         "half": torch.arange(3000, dtype=torch.bfloat16),
     }
-    found = {}
-    for name, options in (
-        ("zip", {}),
-        ("legacy", {"_use_new_zipfile_serialization": False}),
-        ("zip, protocol 4", {"pickle_protocol": 4}),
-    ):
-        out = io.BytesIO()
-        torch.save(state, out, **options)
-        found[name] = out.getvalue()
-    out = io.BytesIO()
-    with (
-        zipfile.ZipFile(io.BytesIO(found["zip"])) as old,
-        zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new,
-    ):
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    found["deflated"] = out.getvalue()
-    return found
+    zipped = stock_bytes(state)
+    return {
+        "zip": zipped,
+        "legacy": stock_bytes(state, "legacy"),
+        "zip, protocol 4": stock_bytes(state, pickle_protocol=4),
+        "deflated": rewritten(zipped, compression=zipfile.ZIP_DEFLATED),
+    }
 
 
 def _damage(data: bytearray, way: str, dice: random.Random) -> str:

@@ -81,11 +81,11 @@ def saved(folder: Path, live: Any, fmt: str = "zip", name: str = "f.pt", **optio
     return folder / name
 
 
-def stock_bytes(live: Any, fmt: str = "zip") -> bytes:
+def stock_bytes(live: Any, fmt: str = "zip", **options: Any) -> bytes:
     """What stock writes into memory."""
     buffer = io.BytesIO()
     with stock():
-        torch.save(live, buffer, _use_new_zipfile_serialization=fmt == "zip")
+        torch.save(live, buffer, _use_new_zipfile_serialization=fmt == "zip", **options)
     return buffer.getvalue()
 
 

@@ -15,21 +15,20 @@ import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import fastserial
 from fastserial import Checkpointer
-from fastserial.engines import Request
-from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CheckpointFileError
+from support.beside import Gate
 from support.damage import DAMAGES, damage
 
 KEEP = 2
@@ -315,29 +314,6 @@ def names(folder: Path) -> list[str]:
     return sorted(name for name in there if name != ".fastserial.lock")
 
 
-class Held:
-    """Holds each save before its second block, for a moment or until `release`."""
-
-    def __init__(self) -> None:
-        self._open = Event()
-
-    def release(self) -> None:
-        self._open.set()
-
-    def engine(self, threads: int) -> ThreadsEngine:
-        event = self._open = Event()
-
-        class Engine(ThreadsEngine):
-            name = "held"
-
-            def submit(self, requests: Sequence[Request]) -> None:
-                event.wait(0.03)
-                event.set()
-                super().submit(requests)
-
-        return Engine(threads, True)
-
-
 class Life:
     """A run, its folder, and which steps stock would have left there.
 
@@ -360,7 +336,7 @@ class Life:
         if budget is not None:
             self.arguments["snapshot_budget"] = budget
         self.make = checkpointer
-        self.held = Held()
+        self.gate = Gate(0.03)
         # What each file holds: of those that are whole for sure, and of those that may be.
         self.whole: dict[int, Any] = {}
         self.maybe: dict[int, list[Any]] = {}
@@ -400,7 +376,9 @@ class Life:
     @staticmethod
     def _mine(objects: Objects) -> Any:
         """Return what this rank has for itself."""
-        return torch.get_rng_state().numpy().tobytes(), canonical(stock(objects.per_rank))
+        _, keys, position, *_ = np.random.get_state()
+        generators = random.getstate(), keys.tobytes(), position, torch.get_rng_state().tolist()
+        return generators, canonical(stock(objects.per_rank))
 
     # -- events --------------------------------------------------------------------------------
 
@@ -412,7 +390,8 @@ class Life:
         return self.make(self.folder, objects.state, per_rank=objects.per_rank, **arguments)
 
     def change(self, name: str, seed: int) -> None:
-        torch.manual_seed(seed)
+        for seeded in (torch.manual_seed, random.seed, np.random.seed):
+            seeded(seed)
         getattr(self.objects, name)()
 
     def save(self, gap: int) -> None:
@@ -428,7 +407,7 @@ class Life:
         self.counts["saves"] += 1
 
     def wait(self, close: bool = False) -> None:
-        self.held.release()
+        self.gate.open.set()
         _, error = self._try(self.checkpointer.close if close else self.checkpointer.wait)
         if error is None and self.pending is not None:
             self._written()
@@ -497,13 +476,15 @@ class Life:
         path = self.folder / f"step-{step:08d}.pt"
         old = path.stat() if path.exists() else None  # a damaged one, which was passed over
         torch.set_num_threads(1)
+        python = random.getstate()
         pid = os.fork()
         if pid == 0:
             try:  # what is pruned is not known
+                random.setstate(python)  # a fork seeds it anew
                 made = self._made(self.objects, **{**self.arguments, "keep": KEEP + 1})
                 made.save(step, metrics={"loss": _loss(step)})
                 self.objects.climb_by_numpy()
-                self.held.release()
+                self.gate.open.set()
                 time.sleep(delay)
                 os.kill(os.getpid(), signal.SIGKILL)
             finally:
@@ -574,10 +555,10 @@ class Life:
         self.wait(close=True)
 
 
-def slowly(held: Held) -> Any:
+def slowly(gate: Gate) -> Any:
     """Options under which saves of little states take several blocks."""
     return fastserial.options(
-        engine=held.engine, small_file=0, block_size=65536, queue_depth=1, durable=False
+        engine=gate.engine, small_file=0, block_size=65536, queue_depth=1, durable=False
     )
 
 

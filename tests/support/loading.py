@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,18 @@ def last_report() -> LoadReport:
     report = fastserial.last_load_report()
     assert report is not None
     return report
+
+
+def opened(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file by `open`."""
+    with fastserial.open(path) as file:
+        return {key: file.get_tensor(key) for key in file}
+
+
+def filled(target: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
+    """The same tensors, filled by `load_into`."""
+    fastserial.load_into(target, path)
+    return target
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -15,3 +16,4 @@ class Ran(NamedTuple):
 
 
 Run = Callable[..., Ran]
+Unbroken = Callable[..., tuple[list[str], Path]]

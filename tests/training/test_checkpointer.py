@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -14,52 +13,23 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from support.damage import damage, flip
-from support.lives import Loader, Objects, Spec, canonical, names, stock
+from support.damage import flip
+from support.lives import Loader, names
 from torch import nn
 
 import fastserial
 from fastserial import Checkpointer
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_it_goes_on_bit_for_bit(tmp_path: Path, seed: int) -> None:
-    """The random generators of torch, Python and NumPy do, too."""
-
-    def trained(objects: Objects) -> Any:
-        for _ in range(4):
-            objects.train()
-            objects.forward()
-        return canonical(stock(objects.state)), random.random(), np.random.rand()
-
-    spec = Spec.of(random.Random(seed))
-    first = Objects(spec, 1, 0)
-    with Checkpointer(tmp_path, first.state) as checkpointer:
-        assert checkpointer.resume() == 0
-        for step in range(1, 4):
-            first.train()
-            checkpointer.save(step)
-    expected = trained(first)
-    second = Objects(spec, 2, 0)
-    with Checkpointer(tmp_path, second.state) as checkpointer:
-        assert checkpointer.resume() == 3
-        assert trained(second) == expected
-    assert names(tmp_path) == [f"step-0000000{n}.pt" for n in (1, 2, 3)]
-
-
-@pytest.mark.parametrize("how", ["bit", "half", "empty", "noise"])
-def test_a_damaged_newest_one_is_passed_over(tmp_path: Path, how: str) -> None:
+def test_a_damaged_newest_one_is_passed_over(tmp_path: Path) -> None:
     state = {"x": torch.zeros(40_000)}
     with Checkpointer(tmp_path, state, keep=2) as checkpointer:
         for step in (10, 20):
             checkpointer.save(step)
     newest = tmp_path / "step-00000020.pt"
-    if how == "bit":
-        flip(newest, newest.stat().st_size // 2)
-    else:
-        damage(newest, how, random.Random(1))
+    flip(newest, newest.stat().st_size // 2)
     with Checkpointer(tmp_path, state, keep=1) as checkpointer:
-        with pytest.warns(RuntimeWarning, match=r"step-00000020\.pt is (damaged|no checkpoint)"):
+        with pytest.warns(RuntimeWarning, match=r"step-00000020\.pt is damaged"):
             assert checkpointer.resume() == 10
         assert checkpointer.latest() == str(tmp_path / "step-00000010.pt")
         checkpointer.save(11)

@@ -25,10 +25,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support import ranks
+from support.beside import Gate
 from support.damage import DAMAGES
 from support.forms import FULL
 from support.hostile import without_copies
-from support.lives import BUDGETS, CHANGES, CONTROLS, Held, Life, Spec, Wrong, slowly
+from support.lives import BUDGETS, CHANGES, CONTROLS, Life, Spec, Wrong, slowly
 
 from fastserial import Checkpointer
 
@@ -55,15 +56,15 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="fastserial-model-"))
-        self.held = Held()
-        self.options = slowly(self.held)
+        self.gate = Gate(0.03)
+        self.options = slowly(self.gate)
         self.options.__enter__()
         self.life: Life | None = None
 
     @initialize(spec=SPECS, budget=st.sampled_from(BUDGETS))
     def begin(self, spec: Spec, budget: int | None) -> None:
         self.life = Life(self.folder, spec, budget, checkpointer=type(self).checkpointer)
-        self.life.held = self.held
+        self.life.gate = self.gate
 
     @rule(name=NAMES, seed=SEEDS)
     def change(self, name: str, seed: int) -> None:
@@ -100,7 +101,7 @@ class Machine(RuleBasedStateMachine):
                 self.life.end()
                 type(self).counts += self.life.counts
         finally:
-            self.held.release()
+            self.gate.open.set()
             if self.life is not None:
                 self.life.checkpointer._last = None
                 self.life.checkpointer.close()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
-import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
+from support.archives import rewritten
+from support.identity import stock_bytes
 from support.processes import answer
 
 import fastserial
 from fastserial import distributed
 
 DCP = "torch.distributed.checkpoint"
+KEY = b"X\x01\x00\x00\x00a"
 DEEP = b")" + b"\x85" * 300_000  # hashing it takes more stack than there is
 
 
@@ -48,18 +50,13 @@ def a_folder(path: Path) -> Path:
 
 
 def a_file(path: Path) -> Path:
-    torch.save({"a": torch.ones(2)}, path)
-    with zipfile.ZipFile(path) as archive:
-        records = {one.filename: archive.read(one) for one in archive.infolist()}
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in records.items():
-            archive.writestr(name, data.replace(b"X\x01\x00\x00\x00a", DEEP))
+    whole = stock_bytes({"a": torch.ones(2)})
+    path.write_bytes(rewritten(whole, change=lambda name, data: (name, data.replace(KEY, DEEP))))
     return path
 
 
 def a_legacy_file(path: Path) -> Path:
-    torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
-    path.write_bytes(path.read_bytes().replace(b"X\x01\x00\x00\x00a", DEEP, 1))
+    path.write_bytes(stock_bytes({"a": torch.ones(2)}, "legacy").replace(KEY, DEEP, 1))
     return path
 
 

@@ -18,8 +18,6 @@ from support.kills import kill_in
 OPTIONS: dict[str, Any] = {
     "folder": "",
     "safe": True,
-    "steps": 8,
-    "every": 2,
     "resume": None,
     "kill_in": 0,
     "losses": "",
@@ -43,7 +41,7 @@ def main() -> None:
     if options["resume"]:
         accelerator.load_state(options["resume"])
         start = int(options["resume"].rsplit("-", 1)[1])
-    for step in range(start, options["steps"]):
+    for step in range(start, 8):
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
         loss = model(x).pow(2).mean() + model(x).mean()
         with open(f"{options['losses']}.{accelerator.process_index}", "a", encoding="utf-8") as out:
@@ -52,7 +50,7 @@ def main() -> None:
         accelerator.backward(loss)
         optimizer.step()
         schedule.step()
-        if (step + 1) % options["every"] == 0:
+        if (step + 1) % 2 == 0:
             folder = f"{options['folder']}/state-{step + 1}"
             accelerator.save_state(folder, safe_serialization=options["safe"])
 

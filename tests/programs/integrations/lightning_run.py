@@ -22,29 +22,24 @@ from torch.distributed.fsdp import fully_shard
 OPTIONS: dict[str, Any] = {
     "folder": "",
     "io": "stock",  # stock, fast, async
-    "steps": 12,
-    "every": 2,
-    "last": True,  # True, "link" or None
-    "resume": None,  # a path, or "last"
-    "weights_only_saves": False,
+    "resume": None,
     "kill_in": 0,
     "devices": 1,
     "strategy": "auto",  # or "fsdp2": FSDP2 and one file; with io "fast" from all ranks
-    "width": 256,
     "losses": "",
 }
 
 
 class Model(pl.LightningModule):
-    def __init__(self, width: int, losses: str) -> None:
+    def __init__(self, losses: str) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(
-            torch.nn.Linear(16, width),
-            torch.nn.BatchNorm1d(width),
+            torch.nn.Linear(16, 256),
+            torch.nn.BatchNorm1d(256),
             torch.nn.Dropout(0.1),
-            torch.nn.Linear(width, width),
+            torch.nn.Linear(256, 256),
             torch.nn.ReLU(),
-            torch.nn.Linear(width, 4),
+            torch.nn.Linear(256, 4),
         )
         self.losses = losses
 
@@ -137,16 +132,14 @@ def main() -> None:
         monitor="step",
         mode="max",
         save_top_k=2,
-        save_last=options["last"],
-        every_n_train_steps=options["every"],
-        save_weights_only=options["weights_only_saves"],
+        every_n_train_steps=2,
     )
     found = plugin(options["io"])
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=options["devices"],
         strategy=strategy(options["strategy"], options["io"]),
-        max_steps=options["steps"],
+        max_steps=12,
         max_epochs=-1,
         plugins=[found] if found is not None else None,
         callbacks=[saving],
@@ -156,7 +149,7 @@ def main() -> None:
         use_distributed_sampler=False,
     )
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(200)))
-    model = Model(options["width"], options["losses"])
+    model = Model(options["losses"])
     trainer.fit(model, loader, ckpt_path=options["resume"], weights_only=False)
 
 

@@ -1,7 +1,7 @@
 """Trains a tiny model with Hugging Face's Trainer, and writes each step's loss to a file.
 
 Arguments: a JSON object; see `OPTIONS`. `kill_in` kills the process (-9) in the middle of the
-checkpoint of that number, counted from 1: before the file `kill_at` is written there.
+checkpoint of that number, counted from 1: before `scheduler.pt` is written there.
 """
 
 from __future__ import annotations
@@ -21,12 +21,8 @@ OPTIONS: dict[str, Any] = {
     "fast": False,
     "safetensors": False,
     "callback": False,
-    "steps": 8,
-    "every": 2,
-    "limit": 2,
-    "resume": False,  # by resume_from; True: the Trainer's own choice
+    "resume": False,  # True: from what `resume_from` finds
     "kill_in": 0,
-    "kill_at": "scheduler.pt",
     "losses": "",
 }
 
@@ -81,7 +77,7 @@ def main() -> None:
 
         fastserial.install(**({"safetensors": True} if options["safetensors"] else {}))
     if options["kill_in"]:
-        kill_in(options["kill_in"], options["kill_at"])
+        kill_in(options["kill_in"], "scheduler.pt")
     callbacks: list[Any] = []
     if options["callback"]:
         from fastserial.integrations.transformers import CheckpointCallback
@@ -89,11 +85,11 @@ def main() -> None:
         callbacks.append(CheckpointCallback())
     args = TrainingArguments(
         output_dir=options["folder"],
-        max_steps=options["steps"],
+        max_steps=8,
         per_device_train_batch_size=4,
         save_strategy="steps",
-        save_steps=options["every"],
-        save_total_limit=options["limit"],
+        save_steps=2,
+        save_total_limit=2,
         logging_strategy="no",
         report_to=[],
         use_cpu=True,
@@ -103,8 +99,8 @@ def main() -> None:
     )
     trainer = Losses(model=Model(Config()), args=args, train_dataset=Data(), callbacks=callbacks)
     trainer.path = options["losses"]
-    resume: Any = options["resume"]
-    if resume == "mark":
+    resume = None
+    if options["resume"]:
         from fastserial.integrations.transformers import resume_from
 
         resume = resume_from(options["folder"])

@@ -12,7 +12,8 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from support.lives import BUDGETS, CONTROLS, Held, Life, Spec, by_chance, slowly
+from support.beside import Gate
+from support.lives import BUDGETS, CONTROLS, Life, Spec, by_chance, slowly
 from support.ranks import join
 
 from fastserial import Checkpointer
@@ -31,10 +32,10 @@ def main() -> None:
         dice = random.Random(f"{seed} {number}")
         spec = Spec.of(dice, WIDTH)
         budget = dice.choice(BUDGETS)
-        held = Held()
-        with slowly(held):
+        gate = Gate(0.03)
+        with slowly(gate):
             life = Life(folder / str(number), spec, budget, rank, count, made)
-            life.held = held
+            life.gate = gate
             try:
                 by_chance(life, dice, 10)
             except BaseException:
