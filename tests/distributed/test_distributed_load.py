@@ -21,7 +21,7 @@ SEED = int(os.environ.get("FASTSERIAL_FAULTS_SEED", "20261122"))
 @pytest.mark.timeout(1200 if FULL else 300)
 @pytest.mark.parametrize(("count", "cases"), [(4, 700), (8, 500)] if FULL else [(4, 80)])
 def test_any_placement_loads_from_any_file(tmp_path: Path, count: int, cases: int) -> None:
-    out = ranks.run("load_resharded", count, tmp_path, SEED, cases, timeout=1100)
+    out = ranks.run("ranks_random", count, "load", tmp_path, SEED, cases, timeout=1100)
     seen = ast.literal_eval(out[0])
     assert seen["moved"] > 100_000 * cases / 200
     assert seen["verified"] > cases / 20

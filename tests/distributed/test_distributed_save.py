@@ -26,7 +26,8 @@ MIB = 1024 * 1024
     else [(1, 60), (2, 300), (3, 300), (4, 400), (6, 100), (8, 100)],
 )
 def test_the_bytes_of_stock(count: int, cases: int, tmp_path: Path) -> None:
-    ranks.run("ranks_save", count, tmp_path, 100 + count, cases, timeout=1100 if FULL else 280)
+    words = ("save", tmp_path, 100 + count, cases)
+    ranks.run("ranks_random", count, *words, timeout=1100 if FULL else 280)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,8 @@ def test_the_bytes_of_safetensors(count: int, cases: int, tmp_path: Path) -> Non
     pytest.importorskip("safetensors")
     pytest.importorskip("huggingface_hub")
     cases *= 20 if FULL else 1
-    several = ranks.run("ranks_safetensors", count, tmp_path, 7 * count, cases, timeout=500)[0]
+    words = ("safetensors", tmp_path, 7 * count, cases)
+    several = ranks.run("ranks_random", count, *words, timeout=500)[0]
     assert int(several) > cases // 10
 
 
