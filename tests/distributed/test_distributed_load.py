@@ -49,7 +49,7 @@ def test_tensors_of_one_storage_are_verified(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["die", "stop"])
 def test_a_rank_that_is_lost(tmp_path: Path, how: str) -> None:
-    ended = ranks.Job("load_dies", 3, tmp_path, how).wait(120)
+    ended = ranks.Job("ranks_scenes", 3, "lost", tmp_path, how).wait(120)
     assert ended[2].code == -signal.SIGKILL
     for end in ended[:2]:
         assert end.code == 0, end.err

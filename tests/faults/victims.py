@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from types import TracebackType
 from typing import Any
 
+from states import check
 from support import processes
 from support.ranks import Job, Server
 
@@ -82,6 +84,23 @@ class Victim:
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
         self.wait()
+
+    def kill_in_a_save(self, dice: random.Random, *seconds: float) -> None:
+        """Kill it within any of these times after its first save has started."""
+        self.await_line("start")
+        time.sleep(dice.uniform(0, dice.choice(seconds)))
+        self.kill()
+
+    def left(self, before: int = 0) -> int:
+        """Check the checkpoint that it left: of its last save that returned, or one that had begun.
+
+        Args:
+            before: the checkpoint that was there when it started.
+        """
+        returned, begun, found = self.last("done") or before, self.last("start"), check(self.path)
+        assert begun is not None
+        assert returned <= found <= begun, (returned, found, begun)
+        return found
 
     def wait(self) -> int:
         """Wait for its end and return the exit status, negative for a signal."""

@@ -1,10 +1,10 @@
 """A rank: random states through ours and stock's, and how they compare: `SCENE FOLDER SEED CASES`.
 
-`save`, `safetensors`: the bytes are stock's. `load`: any file fills any placement. `dcp`: storage
-and planners are ours or stock's by chance, those of the load others than those of the save.
+`save`, `safetensors`: the bytes are stock's. `load`: any file, or folder of DCP, fills any
+placement. `by_dcp`: storage and planners are ours or stock's by chance, in saves and in loads.
 
-In `save` and `dcp` every other state is the one before it, of which one thing has changed: what was
-kept of that save must not be used for it.
+In `save` and `by_dcp` every other state is the one before it, of which one thing has changed: what
+was kept of that save must not be used for it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from support.corpus import TORCH, aligned
 from support.loading import tensors
 from support.nests import blank, differing, like
 from support.sharded import DTYPES, NEWER, Holder, hold, meshes, noise, random_tensor, vary
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -336,6 +337,8 @@ def saved(chance: random.Random) -> State:
             full = full.flatten().as_strided((3, 3), (2, 1))  # its elements overlap
         elif kept and odd < 0.65:
             full = chance.choice(kept)
+            if full.dim() and chance.random() < 0.6:  # another part of its storage
+                full = full.narrow(0, full.shape[0] // 2, -(-full.shape[0] // 2))
         elif full.is_complex() and odd < 0.8:
             full = torch.ones_like(full).mul_(complex(chance.random(), 2)).conj()  # without NaNs
         kept.append(full)
@@ -347,7 +350,7 @@ def saved(chance: random.Random) -> State:
 
 
 def load(place: str, seed: str, cases: str) -> None:
-    """The oracle is torch's own: each target is made twice, from zeros and from what was saved."""
+    """Each target is made twice, from zeros and from what was saved, by torch alone."""
     rank, world = dist.get_rank(), dist.get_world_size()
     counts = [count for count in (1, 2, 3, 4, 6, 8) if count <= world]
     groups = {count: dist.new_group(list(range(count))) for count in counts}
@@ -358,12 +361,17 @@ def load(place: str, seed: str, cases: str) -> None:
         count = chance.choice(counts)
         nest = saved(chance)
         path = Path(place, f"{case}.pt")
-        legacy, broadcast, check = (chance.random() < p for p in (0.25, 0.7, 0.5))
+        form = chance.choice(["zip", "zip", "legacy", "dcp"])
+        broadcast, check = (chance.random() < p for p in (0.7, 0.5))
         block, window = chance.choice([64, 256, 4096]), chance.choice([4096, 65536])
-        legacy = legacy and not any(one.dtype in NEWER for one in tensors(nest))
+        zipped = form != "legacy" or any(one.dtype in NEWER for one in tensors(nest))
         choices = chance.randrange(2**31)
-        if rank == 0:
-            torch.save(nest, path, _use_new_zipfile_serialization=not legacy)
+        planner = DefaultSavePlanner(flatten_state_dict=chance.random() < 0.7)
+        writer_of = chance.choice([FastStorageWriter, dcp.FileSystemWriter])
+        if rank == 0 and form == "dcp":
+            dcp.save(nest, storage_writer=writer_of(path), planner=planner, no_dist=True)
+        elif rank == 0:
+            torch.save(nest, path, _use_new_zipfile_serialization=zipped)
         dist.barrier()
         if rank >= count:
             continue

@@ -6,7 +6,7 @@ Prints how large the file is.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from support.sharded import noise, split
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fastserial import Checkpointer, distributed
+from fastserial import Checkpointer, distributed, last_save_report
 from fastserial.distributed import FlatShard
 from fastserial.errors import DistributedError, LoadMismatchError
 
 MIB = 2**20
+Pair = namedtuple("Pair", "first second")
 FOLDER = Path(sys.argv[1])
 RANK, COUNT = join()
 STAGE = RANK // 2
@@ -58,6 +59,7 @@ def stage(number: int, rank: int | None, mesh: Any) -> dict[str, Any]:
     found[f"{number}.large"] = large
     found[f"{number}.tail"] = large[100:]  # one storage for two tensors
     found[f"{number}.small"] = torch.nn.Parameter(noise([7], torch.float64, 40 + number))
+    found[f"{number}.tied"] = [found[f"{number}.small"], found[f"{number}.wide"], large]
     found["step"] = 3
     found["shared"] = noise([2 * MIB], torch.uint8, 50)
     return found
@@ -65,13 +67,24 @@ def stage(number: int, rank: int | None, mesh: Any) -> dict[str, Any]:
 
 def states(path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
-    state = {"model": stage(STAGE, RANK, mesh), f"only {STAGE}": [STAGE, {"a": 1.5}]}
+    state = {
+        "model": stage(STAGE, RANK, mesh),
+        f"only {STAGE}": [STAGE, {"a": 1.5}],
+        "both": [Pair(STAGE, {STAGE: 2.5}), STAGE],
+    }
     with pytest.raises(DistributedError, match=r"(?s)\Arank 2:.*union"):
         distributed.save(state, path, timeout=30)
     model = stage(0, None, mesh)
     for key, value in stage(1, None, mesh).items():
         model.setdefault(key, value)
-    saved(state, path, {"model": model, "only 0": [0, {"a": 1.5}], "only 1": [1, {"a": 1.5}]})
+    whole: dict[str, Any] = {"model": model, "only 0": [0, {"a": 1.5}]}
+    whole |= {"both": [Pair(0, {0: 2.5, 1: 2.5}), 0], "only 1": [1, {"a": 1.5}]}
+    saved(state, path, whole)
+    if RANK == 0:
+        shares = [part.bytes for part in last_save_report().ranks]
+        assert max(shares) < 0.3 * sum(shares), "those that have the same divide it"
+    with pytest.raises(LoadMismatchError, match="x: ranks 0 and 2 have different tensors"):
+        distributed.save({"x": torch.ones(4 + STAGE)}, path, timeout=30, merge="union")
     mine = path.with_name(f"of {RANK}.pt")  # files of the ranks, as torch_checkpointing leaves them
     shards = {key: state["model"][key] for key in (f"{STAGE}.weight", f"{STAGE}.wide", "step")}
     torch.save(shards, mine)
