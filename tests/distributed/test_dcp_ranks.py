@@ -44,8 +44,7 @@ def test_round_trips_with_stock(count: int, cases: int, tmp_path: Path) -> None:
     [
         ("sharded_tensors", ()),
         ("async_save", ()),
-        ("load", ("ours",)),
-        ("load", ("stock",)),
+        ("load", ()),
         pytest.param("each_alone", (), marks=ALONE),
     ],
 )
