@@ -376,8 +376,8 @@ def load(place: str, seed: str, cases: str) -> None:
         if rank >= count:
             continue
         direct = chance.choice(["auto", True])
-        into = blank(nest, Holder(choices, grids[count], zeros=True))
-        want = like(nest, Holder(choices, grids[count]))
+        into = blank(nest, Holder(choices, grids[count], made=0.1, zeros=True))
+        want = like(nest, Holder(choices, grids[count], made=0.1))
         with (
             mock.patch.object(owners, "_FINEST", block),
             mock.patch.object(flow, "_LARGEST_WINDOW", window),
@@ -388,6 +388,7 @@ def load(place: str, seed: str, cases: str) -> None:
             )
         for key in differing(into, want):
             raise AssertionError(f"seed {seed}, case {case}, {count} ranks: {key} of {nest}")
+        assert fastserial.last_load_report() == report
         assert report.verified <= check
         assert broadcast or not any(line.sent_bytes for line in report.ranks), report
         moved += sum(line.sent_bytes for line in report.ranks)
