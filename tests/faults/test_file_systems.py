@@ -30,7 +30,7 @@ def save_and_check(folder: Path, zygote: Zygote) -> dict[str, dict[str, Any]]:
         assert victim.wait() == 0, (job, victim.lines())
         assert check(path) == 10 * number + 2
         assert listing(folder) == ["x.pt"], job
-        reports[name] = victim.report()
+        reports[name] = victim.told("report")
         assert reports[name]["bytes"] == path.stat().st_size
     return reports
 
@@ -179,7 +179,7 @@ def test_what_compresses_takes_little_space(way: str, lab: Lab, zygote: Zygote) 
     ours = used(disk) - before
     assert check(path) == 1
     fallback = "the file system compresses this file, but not direct writes"
-    assert victim.report()["fallback"] == fallback
+    assert victim.told("report")["fallback"] == fallback
     assert ours <= theirs * 1.1 + (1 << 20), (ours, theirs)
 
     # There is room for what is compressed, but not for what is not.

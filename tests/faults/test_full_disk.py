@@ -48,7 +48,7 @@ def test_full_disk(
             assert check(path) == 2
             counts["saves that fitted"] += 1
         else:
-            error = victim.error()
+            error = victim.told("error")
             refused += 1
             assert error["errno"] == errno.ENOSPC, error
             assert error["filename"] == str(path)
@@ -78,7 +78,7 @@ def test_a_full_disk_tears_what_is_overwritten(lab: Lab, zygote: Zygote) -> None
     fill(disk / "filler", _NEW_BYTES // 4)
     victim = zygote.start(path, 2, 1, nbytes=_NEW_BYTES, unguarded=True)
     assert victim.wait() == 3
-    assert victim.error()["errno"] == errno.ENOSPC
+    assert victim.told("error")["errno"] == errno.ENOSPC
     assert path.read_bytes() != old
 
 

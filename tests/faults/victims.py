@@ -68,15 +68,8 @@ class Victim:
         """Let a victim that was started with `pause` go on."""
         os.kill(self.pid, signal.SIGUSR1)
 
-    def error(self) -> dict[str, Any]:
-        """Return what the victim's save raised."""
-        return self._last_json("error")
-
-    def report(self) -> dict[str, Any]:
-        """Return the report of the victim's last save."""
-        return self._last_json("report")
-
-    def _last_json(self, word: str) -> dict[str, Any]:
+    def told(self, word: str) -> dict[str, Any]:
+        """Return what its last save raised (`error`), or the report of that (`report`)."""
         lines = [line for line in self.lines() if line.startswith(word + " ")]
         found: dict[str, Any] = json.loads(lines[-1].removeprefix(word))
         return found
