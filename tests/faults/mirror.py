@@ -67,10 +67,6 @@ class Mirror(Operations):  # type: ignore[misc]
     def readdir(self, path: str, fh: int) -> list[str]:
         return [".", "..", *os.listdir(self._below(path))]
 
-    def access(self, path: str, mode: int) -> None:
-        if not os.access(self._below(path), mode):
-            raise FuseOSError(errno.EACCES)
-
     def statfs(self, path: str) -> dict[str, int]:
         found = os.statvfs(self._below(path))
         names = "bavail bfree blocks bsize favail ffree files flag frsize namemax".split()
@@ -111,17 +107,11 @@ class Mirror(Operations):  # type: ignore[misc]
     def mkdir(self, path: str, mode: int) -> None:
         os.mkdir(self._below(path), mode)
 
-    def rmdir(self, path: str) -> None:
-        os.rmdir(self._below(path))
-
     def rename(self, old: str, new: str) -> None:
         os.rename(self._below(old), self._below(new))
 
     def unlink(self, path: str) -> None:
         os.unlink(self._below(path))
-
-    def utimens(self, path: str, times: tuple[int, int] | None = None) -> None:
-        os.utime(self._below(path), times)
 
 
 class Volatile(Mirror):
