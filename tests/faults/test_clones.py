@@ -14,7 +14,7 @@ import pytest
 import states
 import torch
 from mounts import Lab, fill, need, run
-from support import changing, ranks
+from support import changing
 from support.forms import FULL
 from victims import Zygote
 
@@ -149,7 +149,7 @@ def test_kill(
 
 
 @pytest.mark.trials(2, 50)
-def test_killed_ranks(disk: Path, dice: random.Random, trials: int) -> None:
+def test_killed_ranks(disk: Path, zygote: Zygote, dice: random.Random, trials: int) -> None:
     """A rank is killed while it clones from the file that the save replaces."""
     hits = 0
     for trial in range(trials):
@@ -157,7 +157,7 @@ def test_killed_ranks(disk: Path, dice: random.Random, trials: int) -> None:
         (folder / "out").mkdir(parents=True)
         (folder / "flags").write_bytes(bytes(4))
         path = folder / "out" / "file.pt"
-        job = ranks.Job("ranks_die", 2, folder, "clones")
+        job = zygote.job("ranks_die", 2, folder, "clones")
         victim, ended = job.kill_somewhere(path, dice, 100)
         assert all(end.code == 0 for rank, end in enumerate(ended) if rank != victim), ended
         hits += (folder / "flags").read_bytes()[victim]
