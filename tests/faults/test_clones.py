@@ -24,6 +24,7 @@ from fastserial.saving.incremental import Base
 pytestmark = pytest.mark.timeout(3600)
 
 MiB = 1 << 20
+KILLS_ON = pytest.mark.parametrize("disk", ["xfs", "btrfs"] if FULL else ["xfs"], indirect=True)
 
 
 @pytest.fixture(params=["xfs", "btrfs"])
@@ -126,6 +127,7 @@ def test_a_base_that_is_replaced_during_the_save(
     check(state, path, tmp_path)
 
 
+@KILLS_ON
 @pytest.mark.trials(5, 200)
 def test_kill(
     disk: Path, zygote: Zygote, dice: random.Random, counts: Counter[str], trials: int
@@ -148,6 +150,7 @@ def test_kill(
     assert hits >= trials // 2
 
 
+@KILLS_ON
 @pytest.mark.trials(2, 50)
 def test_killed_ranks(disk: Path, zygote: Zygote, dice: random.Random, trials: int) -> None:
     """A rank is killed while it clones from the file that the save replaces."""
