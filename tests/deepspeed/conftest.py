@@ -50,11 +50,11 @@ def make_handle(op: Any) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def launch() -> Iterator[Launch]:
-    """Runs `train` on one or two ranks and returns what they said."""
+    """Runs `train` on one or two ranks, to this exit status, and returns what they said."""
     server = ranks.Server("deepspeed")
 
-    def run(world: int, *arguments: object) -> Said:
-        return parsed(ranks.Job("train", world, *arguments, server=server).wait())
+    def run(world: int, *arguments: object, code: int = 0) -> Said:
+        return parsed(ranks.Job("train", world, *arguments, server=server).wait(), code)
 
     yield run
     server.close()

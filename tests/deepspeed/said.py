@@ -12,25 +12,19 @@ Said = list[dict[str, Any]]
 Launch = Callable[..., Said]
 
 
-def parsed(ended: Sequence[Ended]) -> Said:
-    """What they printed as JSON, and how they ended."""
+def parsed(ended: Sequence[Ended], code: int = 0) -> Said:
+    """What they printed as JSON. Each must have ended with this status."""
     said: Said = []
     for rank, one in enumerate(ended):
+        assert one.code == code, one.err[-4000:]
         said += [json.loads(line[1:]) for line in one.out.splitlines() if line[:1] == "@"]
-        said.append({"rank": rank, "exit": one.code, "stderr": one.err[-4000:]})
+        said.append({"rank": rank, "stderr": one.err[-4000:]})
     return said
 
 
 def losses(said: Said) -> dict[tuple[int, int], str]:
     """The loss of each rank and step, exactly."""
     return {(line["rank"], line["step"]): line["loss"] for line in said if "step" in line}
-
-
-def check_exit(said: Said, code: int = 0) -> None:
-    """Every rank ended with this status."""
-    for line in said:
-        if "exit" in line:
-            assert line["exit"] == code, line["stderr"]
 
 
 def having(said: Said, key: str) -> Said:

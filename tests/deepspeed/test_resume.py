@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from said import Launch, check_exit, having, losses
+from said import Launch, having, losses
 
 STEPS, SAVED, KILLED = 20, 10, 13
 
@@ -18,9 +18,7 @@ STEPS, SAVED, KILLED = 20, 10, 13
 @cache
 def unbroken_losses(launch: Launch, world: int, words: str) -> dict[tuple[int, int], str]:
     """The losses of a run that saves nothing."""
-    said = launch(world, *words.split(), "--steps", STEPS)
-    check_exit(said)
-    return losses(said)
+    return losses(launch(world, *words.split(), "--steps", STEPS))
 
 
 @pytest.mark.parametrize(
@@ -43,18 +41,13 @@ def test_it_goes_on_bit_for_bit(
     assert len(unbroken) == STEPS * world
 
     at = ["--folder", tmp_path, "--steps", STEPS]
-    killed = launch(
-        world, *options, *at, "--via", "enable", "--save-at", SAVED, "--kill-at", KILLED
-    )
-    check_exit(killed, -signal.SIGKILL)
-    assert [line["by"] for line in having(killed, "saved")] == [
-        "FastserialCheckpointEngine"
-    ] * world
+    kill = ["--via", "enable", "--save-at", SAVED, "--kill-at", KILLED]
+    killed = launch(world, *options, *at, *kill, code=-signal.SIGKILL)
+    assert {line["by"] for line in having(killed, "saved")} == {"FastserialCheckpointEngine"}
     assert len(losses(killed)) == KILLED * world
     assert losses(killed).items() <= unbroken.items()
 
     resumed = launch(world, *options, *at, "--via", resume_via, "--resume")
-    check_exit(resumed)
     loaders = {line["loader"] for line in having(resumed, "loaded")}
     assert (None in loaders) == (resume_via == "stock")
     assert len(losses(resumed)) == (STEPS - SAVED) * world

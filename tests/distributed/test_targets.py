@@ -21,4 +21,4 @@ def test_many_saves_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_what_differs_between_ranks_is_no_file(tmp_path: Path) -> None:
-    ranks.run("ranks_differ", 3, tmp_path, timeout=200)
+    ranks.run("ranks_fail", 3, tmp_path, "differ", timeout=200)

@@ -1,8 +1,6 @@
 """A FUSE file system that shows a folder, with faults: `python mirror.py FOLDER WHERE [OPTIONS]`.
 
 --no-direct        opening with O_DIRECT fails with EINVAL
---short BYTES      a write takes at most this many bytes; FOLDER.short is there once one was cut
---no-dirsync       syncing a directory fails with EINVAL
 --failing          calls fail as FOLDER.fails says: `write ESTALE 2`, the next two writes do
 --volatile         a device with a write cache: files read back what was written, but only what was
                    synced is on the medium. Writing the name of a file into `/.cut` makes a copy
@@ -69,10 +67,6 @@ class Mirror(Operations):  # type: ignore[misc]
     def readdir(self, path: str, fh: int) -> list[str]:
         return [".", "..", *os.listdir(self._below(path))]
 
-    def access(self, path: str, mode: int) -> None:
-        if not os.access(self._below(path), mode):
-            raise FuseOSError(errno.EACCES)
-
     def statfs(self, path: str) -> dict[str, int]:
         found = os.statvfs(self._below(path))
         names = "bavail bfree blocks bsize favail ffree files flag frsize namemax".split()
@@ -90,9 +84,6 @@ class Mirror(Operations):  # type: ignore[misc]
         return os.pread(fh, size, offset)
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
-        if 0 < self.options.short < len(data):
-            Path(self.folder + ".short").touch()
-            data = data[: self.options.short]
         return os.pwrite(fh, data, offset)
 
     def truncate(self, path: str, length: int, fh: int | None = None) -> None:
@@ -100,10 +91,6 @@ class Mirror(Operations):  # type: ignore[misc]
 
     def fsync(self, path: str, datasync: int, fh: int) -> None:
         os.fsync(fh)
-
-    def fsyncdir(self, path: str, datasync: int, fh: int) -> None:
-        if self.options.no_dirsync:
-            raise FuseOSError(errno.EINVAL)
 
     def release(self, path: str, fh: int) -> None:
         os.close(fh)
@@ -120,17 +107,11 @@ class Mirror(Operations):  # type: ignore[misc]
     def mkdir(self, path: str, mode: int) -> None:
         os.mkdir(self._below(path), mode)
 
-    def rmdir(self, path: str) -> None:
-        os.rmdir(self._below(path))
-
     def rename(self, old: str, new: str) -> None:
         os.rename(self._below(old), self._below(new))
 
     def unlink(self, path: str) -> None:
         os.unlink(self._below(path))
-
-    def utimens(self, path: str, times: tuple[int, int] | None = None) -> None:
-        os.utime(self._below(path), times)
 
 
 class Volatile(Mirror):
@@ -242,7 +223,7 @@ class Store(Mirror):
         super().chmod(path, mode)
 
 
-_SWITCHES = ("no-direct", "no-dirsync", "failing", "volatile")
+_SWITCHES = ("no-direct", "failing", "volatile")
 _OF_STORES = ("sequential", "no-rename", "no-replace", "no-sync")
 
 
@@ -252,7 +233,6 @@ def main() -> None:
     parser.add_argument("where")
     for name in (*_SWITCHES, *_OF_STORES):
         parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--short", type=int, default=0)
     options = parser.parse_args()
     given = (getattr(options, name.replace("-", "_")) for name in _OF_STORES)
     kind = Volatile if options.volatile else Store if any(given) else Mirror

@@ -131,7 +131,7 @@ def outcome_of(
     """Check what a victim left, save once more, and say how it ended."""
     left = set(listing(path.parent)) - {path.name}
     if status == 3:
-        error = victim.error()
+        error = victim.told("error")
         kinds = error["kinds"]
         assert {"WriteError", "OSError", "RuntimeError"} <= set(kinds), (injected, error)
         assert error["filename"] == str(path), (injected, error)

@@ -6,21 +6,16 @@ At least half of the kills must come while a save runs.
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from states import check, is_whole, listing, size_of
-from victims import Victim, Zygote
+from victims import Zygote
 
 pytestmark = pytest.mark.timeout(3600)
 
-
-def kill_soon(victim: Victim, dice: random.Random) -> None:
-    victim.await_line("start")
-    time.sleep(dice.uniform(0, dice.choice([0.005, 0.05, 0.2])))
-    victim.kill()
+SECONDS = (0.005, 0.05, 0.2)
 
 
 @pytest.mark.trials(8, 320)
@@ -39,15 +34,11 @@ def test_kill(
         before = newest[path.name]
 
         victim = zygote.start(path, before + 1, 10_000, **job)
-        kill_soon(victim, dice)
+        victim.kill_in_a_save(dice, *SECONDS)
         hits += victim.is_saving()
-
-        returned = victim.last("done") or before
-        begun = victim.last("start")
-        assert begun is not None
-        found = check(path)
-        assert returned <= found <= begun, (returned, found, begun)
-        counts["new file whole" if found > returned else "old file whole"] += 1
+        found = victim.left(before)
+        is_new = found > (victim.last("done") or before)
+        counts["new file whole" if is_new else "old file whole"] += 1
 
         strays = set(listing(tmp_path)) - set(newest)
         counts["temporary files left and removed by the next save"] += len(strays)
@@ -70,7 +61,7 @@ def test_the_kills_tear_what_is_overwritten(
     torn = 0
     for _ in range(60):
         assert zygote.start(path, 1, 1, **job).wait() == 0
-        kill_soon(zygote.start(path, 2, 10_000, unguarded=True, **job), dice)
+        zygote.start(path, 2, 10_000, unguarded=True, **job).kill_in_a_save(dice, *SECONDS)
         torn += not is_whole(path)
         if torn == 2:
             return

@@ -15,6 +15,8 @@ from mounts import Lab, need
 from support import processes
 from support.forms import FULL
 
+from fastserial.bench.state import chill
+
 _SPEED = 60_000_000  # bytes a second
 _BLKIO = Path("/sys/fs/cgroup/blkio")  # version 1: the limits of its root hold for write-back, too
 _SECTOR = 512
@@ -90,12 +92,6 @@ def run(disk: Disk, count: int, *words: object) -> int:
         return disk.bytes_read() - before
 
 
-def chill(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 @pytest.mark.trials(1, 5)
 def test_no_byte_is_read_more_often_than_by_stock(disk: Disk, trials: int) -> None:
     path = disk.folder / "f.pt"
@@ -105,7 +101,7 @@ def test_no_byte_is_read_more_often_than_by_stock(disk: Disk, trials: int) -> No
         for how in ("stock", "fastserial"):
             for step, (what, count, cold) in _STEPS.items():
                 if cold:
-                    chill(path)
+                    chill([path])
                 nbytes.setdefault(step, []).append(run(disk, count, what, how, path, _TENSORS))
         for step, (stock, ours) in nbytes.items():
             assert ours <= stock + _SLACK, f"{step}: {ours} bytes read, {stock} by stock"

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from types import TracebackType
 from typing import Any
 
+from states import check
 from support import processes
 from support.ranks import Job, Server
 
@@ -66,15 +68,8 @@ class Victim:
         """Let a victim that was started with `pause` go on."""
         os.kill(self.pid, signal.SIGUSR1)
 
-    def error(self) -> dict[str, Any]:
-        """Return what the victim's save raised."""
-        return self._last_json("error")
-
-    def report(self) -> dict[str, Any]:
-        """Return the report of the victim's last save."""
-        return self._last_json("report")
-
-    def _last_json(self, word: str) -> dict[str, Any]:
+    def told(self, word: str) -> dict[str, Any]:
+        """Return what its last save raised (`error`), or the report of that (`report`)."""
         lines = [line for line in self.lines() if line.startswith(word + " ")]
         found: dict[str, Any] = json.loads(lines[-1].removeprefix(word))
         return found
@@ -82,6 +77,23 @@ class Victim:
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
         self.wait()
+
+    def kill_in_a_save(self, dice: random.Random, *seconds: float) -> None:
+        """Kill it within any of these times after its first save has started."""
+        self.await_line("start")
+        time.sleep(dice.uniform(0, dice.choice(seconds)))
+        self.kill()
+
+    def left(self, before: int = 0) -> int:
+        """Check the checkpoint that it left: of its last save that returned, or one that had begun.
+
+        Args:
+            before: the checkpoint that was there when it started.
+        """
+        returned, begun, found = self.last("done") or before, self.last("start"), check(self.path)
+        assert begun is not None
+        assert returned <= found <= begun, (returned, found, begun)
+        return found
 
     def wait(self) -> int:
         """Wait for its end and return the exit status, negative for a signal."""
@@ -109,11 +121,9 @@ class Zygote:
             self._server, {"path": os.fspath(path), "first": first, "count": count, **job}
         )
 
-    def run(self, name: str, *words: object, timeout: float = 240) -> str:
-        """Run a program to its end, and return what it printed."""
-        (ended,) = Job(name, 1, *words, server=self._server).wait(timeout)
-        assert ended.code == 0, ended.err
-        return ended.out
+    def job(self, name: str, count: int, *words: object) -> Job:
+        """Start ranks that see what is mounted here: other servers may be older than it."""
+        return Job(name, count, *words, server=self._server)
 
     def __enter__(self) -> Zygote:
         return self

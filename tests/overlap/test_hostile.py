@@ -34,7 +34,7 @@ def run(folder: Path, dice: random.Random, optimizer: str, trials: int) -> Count
     return loop.counts
 
 
-@pytest.mark.trials(12, 250)
+@pytest.mark.trials(8, 250)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_no_file_is_torn(tmp_path: Path, dice: random.Random, trials: int, optimizer: str) -> None:

@@ -147,17 +147,29 @@ def hold(chance: random.Random, full: torch.Tensor, grids: list[DeviceMesh], fla
 
 class Holder:
     """Holds tensors in any way, in the same ways each time for the same seed: as targets of a load,
-    made of zeros, and as what they are to be then."""
+    made of zeros, and as what they are to be then.
+
+    Args:
+        made: how probable None is, for which a load makes a tensor.
+    """
 
     def __init__(
-        self, seed: int, grids: list[DeviceMesh], flat: float = 0.2, zeros: bool = False
+        self,
+        seed: int,
+        grids: list[DeviceMesh],
+        *,
+        flat: float = 0.2,
+        made: float = 0.0,
+        zeros: bool = False,
     ) -> None:
         self._chance = random.Random(seed)
-        self._grids, self._flat, self._zeros = grids, flat, zeros
+        self._grids, self._flat, self._made, self._zeros = grids, flat, made, zeros
 
     def __call__(self, full: torch.Tensor) -> Any:
         kind, seed = self._chance.random(), self._chance.randrange(2**31)
         full = full.detach().resolve_conj().contiguous().clone()
+        if kind > 1 - self._made:
+            return None if self._zeros else full
         if self._zeros:
             full.zero_()
         if kind < 0.15:

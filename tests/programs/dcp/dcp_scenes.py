@@ -228,58 +228,26 @@ def sharded_tensors(folder: str) -> None:
 # -- `distributed.load` of a folder ----------------------------------------------------------------
 
 
-def trained(seed: int) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(300, 200), nn.BatchNorm1d(200), nn.Linear(200, 10))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5 * seed)
-    model(torch.randn(4, 300)).sum().backward()
-    optimizer.step()
-    return {"model": model, "optimizer": optimizer}
-
-
-def load(folder: str, who: str) -> None:
-    """A folder fills modules, optimizers, and any placement."""
+def load(folder: str) -> None:
+    """Also into parts of tensors of another dtype; what the ranks do not do alike is an error."""
     rank, path, mesh = dist.get_rank(), Path(folder), mesh_of_all()
-    first = {key: live.state_dict() for key, live in trained(1).items()}
     full = torch.arange(7 * 600.0).view(7, 600)
-    values = {"step": 7, "list": [1, {"a": torch.ones(3)}], "rng": (torch.arange(4), 3)}
-    state = {
-        **first,
-        **values,
-        "rows": distribute_tensor(full, mesh, [Shard(0)]),
-        "columns": distribute_tensor(full.bfloat16(), mesh, [Shard(1)]),
-    }
-    planner = FastSavePlanner() if who == "ours" else None
-    dcp.save(state, storage_writer=writer_of(path, who), planner=planner)
+    columns = distribute_tensor(full.bfloat16(), mesh, [Shard(1)])
+    state = {"step": 7, "rng": (torch.arange(4), 3), "columns": columns}
+    dcp.save(state, storage_writer=FastStorageWriter(path), planner=FastSavePlanner())
 
-    def zeros(*shape: int, placement: Any = Shard(1), **more: Any) -> DTensor:  # noqa: B008
-        return distribute_tensor(torch.zeros(*shape, **more), mesh, [placement])
-
-    into: dict[str, Any] = {
-        **trained(2),
-        "rows": zeros(7, 600),
-        "columns": FlatShard((7, 600), torch.float32, 2000 * rank, 2000, torch.zeros(2000)),
-        "step": 0,
-        "list": [0, {"a": zeros(3, placement=Replicate())}],
-        "rng": (zeros(4, placement=Shard(0), dtype=torch.int64), 0),
-    }
+    part = torch.zeros(2000)
+    rng = distribute_tensor(torch.zeros(4, dtype=torch.int64), mesh, [Shard(0)])
+    into: dict[str, Any] = {"step": 0, "rng": (rng, 0)}
+    into["columns"] = FlatShard((7, 600), torch.float32, 2000 * rank, 2000, part)
     with fastserial.options(verify_on_load=True):
         report = distributed.load(path, into, strict=True, cast=True)
-    assert not differing({key: into[key].state_dict() for key in first}, first)
-    assert torch.equal(into["rows"].full_tensor(), full)
-    part = full.bfloat16().float().flatten()[2000 * rank : 2000 * rank + 2000]
-    assert torch.equal(into["columns"].tensor, part)
-    found = (into["rng"][0].full_tensor(), into["rng"][1])
-    assert not differing({**{key: into[key] for key in values}, "rng": found}, values)
+    assert torch.equal(part, full.bfloat16().float().flatten()[2000 * rank : 2000 * rank + 2000])
+    assert torch.equal(rng.full_tensor(), torch.arange(4))
+    assert (into["step"], into["rng"][1]) == (7, 3)
     assert (report.container, report.verified) == ("dcp", True)
     assert [line.rank for line in report.ranks] == [0, 1]
 
-    with pytest.raises(LoadMismatchError) as caught:
-        wrong = {key: value for key, value in into.items() if key != "step"}
-        wrong.update(rows=zeros(7, 601), more=torch.zeros(3))
-        distributed.load(path, wrong, cast=True)
-    for text in ("rows: its shape", "not in the file: more", "only in the file: step"):
-        assert text in str(caught.value), caught.value
     for verify, strict in ((rank == 0, True), (False, rank == 0), (False, rank == 1)):
         text = "strict and verify_on_load are not the same on all ranks"
         with (
@@ -297,8 +265,8 @@ def load(folder: str, who: str) -> None:
     dist.barrier()
     if rank == 0:
         with (path / "__1_0.distcp").open("r+b") as file:
-            file.seek(file.seek(0, 2) - 12_000)
-            file.write(b"damaged!" * 1000)
+            file.seek(file.seek(0, 2) // 2)
+            file.write(b"damaged!" * 20)
     dist.barrier()
     with (
         fastserial.options(verify_on_load=True),

@@ -143,14 +143,13 @@ def main() -> None:
         model=model, optimizer=optimizer, config=configuration(options)
     )
     if options.via == "enable":
-        slow = {"engine": slow_writes, "small_file": 0} if options.slow_rank == rank else {}
-        more = slow if options.overlap else {}
+        more = {"engine": slow_writes, "small_file": 0} if options.slow_rank == rank else {}
         together = options.data_parallel
         fast.enable(engine, overlap=options.overlap, data_parallel=together, **more)
     first = 0
     if options.resume:
         path, state = engine.load_checkpoint(options.folder)
-        say(rank, loaded=path, loader=loader(options))
+        say(rank, loaded=path, loader=getattr(last(options, "load"), "engine", None))
         if path is None:
             os._exit(0)
         first = state["step"]
@@ -189,8 +188,6 @@ def save(engine: Any, options: argparse.Namespace, state: dict[str, Any], rank: 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if options.full_disk_on == rank and state["step"] > options.save_at[0]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))  # a large file fails
-    if options.slow_rank == rank and not options.overlap:
-        slow_down(engine.checkpoint_engine)
     try:
         engine.save_checkpoint(options.folder, client_state=state)
     except Exception as error:
@@ -200,7 +197,8 @@ def save(engine: Any, options: argparse.Namespace, state: dict[str, Any], rank: 
         if not options.overlap:
             unlimited()
     by = type(engine.checkpoint_engine).__name__
-    say(rank, saved=state["step"], by=by, container=container(options), latest=latest(options))
+    container = getattr(last(options, "save"), "container", None)
+    say(rank, saved=state["step"], by=by, container=container, latest=latest(options))
     if options.compare:
         import fastserial
         from fastserial.integrations.deepspeed import disable, enable
@@ -249,14 +247,14 @@ def latest(options: argparse.Namespace) -> str | None:
 
 
 def slow_writes(threads: int) -> Any:
-    """An engine that takes 2 s more for each file."""
+    """An engine that takes 3 s more for each file."""
     from fastserial.engines.threads import ThreadsEngine
 
     class Slow(ThreadsEngine):
         name = "slow"
 
         def open(self, *given: Any) -> None:
-            time.sleep(2)
+            time.sleep(3)
             super().open(*given)
 
         def close(self) -> None:
@@ -266,37 +264,13 @@ def slow_writes(threads: int) -> Any:
     return Slow(threads)
 
 
-def container(options: argparse.Namespace) -> str | None:
-    """The container of this rank's last save, if it went through fastserial."""
+def last(options: argparse.Namespace, kind: str) -> Any:
+    """The report of this rank's last save or load, if it went through fastserial."""
     if options.via == "stock":
         return None
     import fastserial
 
-    report = fastserial.last_save_report()
-    return report.container if report else None
-
-
-def loader(options: argparse.Namespace) -> str | None:
-    """The engine of this rank's last load, if it went through fastserial."""
-    if options.via == "stock":
-        return None
-    from fastserial.reports import last_load_report
-
-    report = last_load_report()
-    return report.engine if report else None
-
-
-def slow_down(checkpoint_engine: Any) -> None:
-    """Let each file take 3 s more."""
-    original = checkpoint_engine.save
-
-    def slow(state_dict: object, path: str) -> Any:
-        time.sleep(3)
-        saved = original(state_dict, path)
-        time.sleep(0.1)  # what comes next is younger: the clock of files ticks every 4 ms
-        return saved
-
-    checkpoint_engine.save = slow
+    return getattr(fastserial, f"last_{kind}_report")()
 
 
 def say(rank: int, **values: Any) -> None:

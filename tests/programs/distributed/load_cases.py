@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
 import sys
@@ -110,28 +109,6 @@ def values_and_containers_without_tensors_are_replaced() -> None:
 
 
 @case
-def tensors_that_are_made_have_the_values_of_the_file() -> None:
-    """Into None; the same tensor under two keys is one."""
-    weight = nn.Parameter(rows(6, 4))
-    saved: dict[str, Any] = {
-        "p": weight,
-        "again": weight,
-        "row": weight.detach()[2],
-        "turned": weight.detach().t(),
-        "wide": rows(2, 1).expand(2, 3),
-        "conj": torch.complex(rows(3), rows(3)).conj(),
-    }
-    for legacy in (False, True):
-        path = written(f"made{legacy}", saved, _use_new_zipfile_serialization=not legacy)
-        into: dict[str, Any] = dict.fromkeys(saved)
-        load(path, into)
-        for key, value in saved.items():
-            assert torch.equal(into[key], value), key
-            assert type(into[key]) is torch.Tensor, key
-        assert into["p"] is into["again"]
-
-
-@case
 def keys_that_differ_are_one_error_and_change_nothing() -> None:
     path = written("keys", {"a": rows(4), "b": {"c": rows(4), "d": 1}})
     into: dict[str, Any] = {"a": torch.zeros(4), "b": {"c": torch.zeros(4)}, "step": 3}
@@ -215,6 +192,7 @@ def the_disk_is_read_once() -> None:
         edges = 2 * 4096 * COUNT * len(state)  # direct reads move whole pages
         assert wanted <= report.bytes <= path.stat().st_size + edges
         assert all(line.bytes > wanted / COUNT * 0.8 for line in report.ranks)
+        assert "rank 0: io=" in str(report)
     assert all(torch.equal(full(into[key]), value) for key, value in state.items())
 
 
@@ -331,13 +309,18 @@ def nothing_one_tensor_and_tied_targets() -> None:
     assert torch.equal(lone, rows(6))
     with pytest.raises(TypeError, match="load fills tensors"):
         load(path, 3)
-    weight, one = rows(30, 4), torch.zeros(30, 4)
+    weight, one = nn.Parameter(rows(30, 4)), torch.zeros(30, 4)
     path = written("tied", {"a": weight, "b": weight, "c": weight[3:7], "d": weight.t()})
     into: dict[str, Any] = {"a": one, "b": one, "c": sharded(4, 4), "d": sharded(4, 30)}
     load(path, into)
     assert torch.equal(one, weight)
     assert torch.equal(full(into["c"]), weight[3:7])
     assert torch.equal(full(into["d"]), weight.t())
+    into = {"a": None, "b": None}
+    load(path, into, strict=False)
+    assert into["a"] is into["b"]
+    assert type(into["a"]) is torch.Tensor
+    assert torch.equal(into["a"], weight)
 
 
 class Counting(nn.Module):
@@ -389,15 +372,6 @@ def modules_and_optimizers_of_one_process_as_stock_wrote_them() -> None:
             assert torch.equal(a, full(b))
             for key, value in adam.state[a].items():
                 assert torch.equal(value, full(fresh.state[b][key])), key
-        if kind == "fsdp":
-            continue  # it has split gradients
-        trained(outer, fresh)
-        again = copy.deepcopy(old)
-        other = torch.optim.AdamW(again.parameters())
-        other.load_state_dict(copy.deepcopy(adam.state_dict()))
-        trained(again, other)
-        for a, b in zip(again.parameters(), new.parameters(), strict=True):
-            torch.testing.assert_close(a, b)  # DDP divides a sum by the number of ranks
 
 
 @case

@@ -1,6 +1,6 @@
 """A rank of a job that meets what is unusual: `SCENE FOLDER`.
 
-Targets and groups as stock has them beside it; FSDP1.
+Targets and groups as stock has them beside it; FSDP1; a rank that is lost in a load.
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fastserial import Checkpointer, ConfigError, distributed, last_save_report, options
 from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter, FlatShard
+from fastserial.distributed.onefile import flow
 from fastserial.errors import DistributedError
 from fastserial.integrations.fastpersist import fastpersist_save
 
@@ -253,6 +257,40 @@ def fsdp1(place: str) -> None:
     distributed.save(state["m"], folder / "hf", format="safetensors", shard_nbytes=100)
     index = json.loads((folder / "hf" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_parameters"] == 7 * 5 + 5 + 5 * 3 + 3
+
+
+# -- a rank that is lost ---------------------------------------------------------------------------
+
+
+def lost(place: str, how: str) -> None:
+    """The last rank dies or stops in a load; the others print what they are told, and when."""
+    folder, rank, last = Path(place), dist.get_rank(), dist.get_world_size() - 1
+    ranks.alone(lambda: torch.save({"a": torch.arange(200_000)}, folder / "state.pt"))
+    into = {"a": torch.zeros(200_000, dtype=torch.int64)}
+    distributed.load(folder / "state.pt", into, timeout=60)  # so that all connections are there
+    turn = flow.Flow._round
+
+    def ending(self: flow.Flow, number: int, *rest: Any) -> None:
+        if rank == last and number == 1:
+            (folder / "lost").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
+        turn(self, number, *rest)
+
+    with (
+        mock.patch.object(flow, "_LARGEST_WINDOW", 64 * 1024),
+        mock.patch.object(flow.Flow, "_round", ending),
+    ):
+        began = time.monotonic()
+        try:
+            distributed.load(folder / "state.pt", into, timeout=5)
+        except DistributedError as error:
+            print(f"{error.rank}|{time.monotonic() - began}|{error}", flush=True)
+    (folder / f"heard{rank}").touch()
+    if rank == 0 and how == "stop":
+        while not all((folder / f"heard{other}").exists() for other in range(last)):
+            time.sleep(0.02)
+        os.kill(int((folder / "lost").read_text()), signal.SIGKILL)
+    os._exit(0)  # the job's own group has lost a rank
 
 
 ranks.main(globals())

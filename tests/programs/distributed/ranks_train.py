@@ -1,18 +1,15 @@
-"""A rank: trains a small model a step, saves it, and compares with stock's gather and save.
-
-Arguments: folder, kinds.
-"""
+"""A rank that trains: `as_stock FOLDER KIND...`, `unstepped FOLDER ddp|fsdp OPTIMIZER...`."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.ranks import join
+from support import ranks
 from support.sharded import parallel
+from support.unstepped import Run
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,8 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
-from fastserial import distributed, last_save_report
+from fastserial import Checkpointer, distributed, last_save_report
 
 
 def made(kind: str, count: int) -> nn.Module:
@@ -56,10 +54,10 @@ def trimmed(value: Any) -> Any:
     return [trimmed(item) for item in value] if isinstance(value, list) else value
 
 
-def main() -> None:
-    rank, count = join()
-    folder = Path(sys.argv[1])
-    for kind in sys.argv[2:]:
+def as_stock(place: str, *kinds: str) -> None:
+    """Train, save, and compare with stock's gather and save."""
+    folder, rank, count = Path(place), dist.get_rank(), dist.get_world_size()
+    for kind in kinds:
         model = made(kind, count)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         # Ranks of one tensor-parallel group see the same data, as those of a plain job do.
@@ -94,4 +92,35 @@ def main() -> None:
         dist.barrier()
 
 
-main()
+def unstepped(place: str, kind: str, *names: str) -> None:
+    """Save before the first step, and go on."""
+    torch.set_num_threads(1)
+
+    def wrap(net: Any) -> Any:
+        if kind == "ddp":
+            return DistributedDataParallel(net, find_unused_parameters=True)
+        return parallel(net, kind)
+
+    for name in names:
+        expected = Run(name, wrap).steps(4)
+        run = Run(name, wrap)
+        path = Path(place, f"{name}.pt")
+        distributed.save(run.state, path)
+        assert not torch.load(path)["optimizer"]["state"]
+        with Checkpointer(Path(place, name), run.state, rng=False) as checkpointer:
+            checkpointer.save(0)
+            done = run.steps(2)
+            checkpointer.save(2)
+        assert done + run.steps(4) == expected, name
+        for step in (0, 2):
+            again = Run(name, wrap)
+            with Checkpointer(Path(place, name), again.state, rng=False) as checkpointer:
+                assert checkpointer.resume(step) == step
+            assert again.steps(4) == expected[step:], (name, step)
+        again = Run(name, wrap)
+        distributed.load(path, again.state)
+        assert again.steps(4) == expected, name
+    dist.barrier()
+
+
+ranks.main(globals())

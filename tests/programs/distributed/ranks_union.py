@@ -6,7 +6,7 @@ Prints how large the file is.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,12 @@ from torch.distributed.tensor import Shard
 
 from fastserial import Checkpointer, distributed
 from fastserial.distributed import FlatShard
+from fastserial.distributed.ranks.group import traffic_of
+from fastserial.distributed.state.merging import merged
 from fastserial.errors import DistributedError, LoadMismatchError
 
 MIB = 2**20
+Pair = namedtuple("Pair", "first second")
 FOLDER = Path(sys.argv[1])
 RANK, COUNT = join()
 STAGE = RANK // 2
@@ -58,20 +61,38 @@ def stage(number: int, rank: int | None, mesh: Any) -> dict[str, Any]:
     found[f"{number}.large"] = large
     found[f"{number}.tail"] = large[100:]  # one storage for two tensors
     found[f"{number}.small"] = torch.nn.Parameter(noise([7], torch.float64, 40 + number))
+    found[f"{number}.tied"] = found[f"{number}.small"]
     found["step"] = 3
     found["shared"] = noise([2 * MIB], torch.uint8, 50)
     return found
 
 
+def tied() -> None:
+    """A tensor with several keys is the same one under all of them, and each rank has it once."""
+    tensor, traffic = torch.ones(4), traffic_of(None, 30)
+    with traffic.together():
+        found = merged({"a": tensor, "b": tensor, "c": [tensor]}, traffic)
+    assert found["a"] is found["b"] is found["c"][0]
+    assert found["a"].ranks == [0, 1, 2, 3]
+
+
 def states(path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
-    state = {"model": stage(STAGE, RANK, mesh), f"only {STAGE}": [STAGE, {"a": 1.5}]}
+    state = {
+        "model": stage(STAGE, RANK, mesh),
+        f"only {STAGE}": [STAGE, {"a": 1.5}],
+        "both": [Pair(STAGE, {STAGE: 2.5}), STAGE],
+    }
     with pytest.raises(DistributedError, match=r"(?s)\Arank 2:.*union"):
         distributed.save(state, path, timeout=30)
     model = stage(0, None, mesh)
     for key, value in stage(1, None, mesh).items():
         model.setdefault(key, value)
-    saved(state, path, {"model": model, "only 0": [0, {"a": 1.5}], "only 1": [1, {"a": 1.5}]})
+    whole: dict[str, Any] = {"model": model, "only 0": [0, {"a": 1.5}]}
+    whole |= {"both": [Pair(0, {0: 2.5, 1: 2.5}), 0], "only 1": [1, {"a": 1.5}]}
+    saved(state, path, whole)
+    with pytest.raises(LoadMismatchError, match="x: ranks 0 and 2 have different tensors"):
+        distributed.save({"x": torch.ones(4 + STAGE)}, path, timeout=30, merge="union")
     mine = path.with_name(f"of {RANK}.pt")  # files of the ranks, as torch_checkpointing leaves them
     shards = {key: state["model"][key] for key in (f"{STAGE}.weight", f"{STAGE}.wide", "step")}
     torch.save(shards, mine)
@@ -172,6 +193,7 @@ def checkpointer(folder: Path) -> None:
         made.save(2)
 
 
+tied()
 states(FOLDER / "file.pt")
 stages_change(FOLDER / "moving.pt")
 optimizers(FOLDER / "optimizers.pt")
