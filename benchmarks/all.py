@@ -30,7 +30,7 @@ _SCRIPTS = sorted(path.stem for path in _HERE.glob("*.py") if path.stem not in _
 def main() -> int:
     """Run what is asked for, and return the exit status."""
     parser = argparse.ArgumentParser(
-        description=f"{__doc__} The full form takes about four hours on 2 cores.",
+        description=f"{__doc__} The full form takes about five hours on 2 cores.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--folder", type=Path, required=True, help="its disk is measured")

@@ -70,8 +70,8 @@ FEW_CORES = 4
 
 # -- devices ---------------------------------------------------------------------------------------
 
-# Not measured. A ring holds the blocks that are written and as many that are on
-# their way from the device; one save and one load may have one each.
+# Not measured. A ring holds the blocks that are written and as many that are on their way from the
+# device; one save and one load may have one each.
 PINNED_RING = 32 * MiB
 PINNED_MOST = 64 * MiB
 THROUGH_RING = 1 * MiB  # a copy of less is over before a ring is set up

@@ -6,10 +6,9 @@ There are two kinds: a `Replacement`, a new file that replaces the one at a path
 A replacement is atomic: the path names the old file or the new one, never anything between. The new
 file is created without a name (`O_TMPFILE`) where the file system supports that, so that a killed
 process leaves nothing; elsewhere, and where others open it, too (other ranks, cuFile), under a
-temporary name beside the target. It gets the attributes
-of the old file before the first byte. Then the file is synced, linked under the temporary name,
-renamed over the target, and the directory is synced. Where there was no file, it is linked under
-the target's name, and nothing is renamed.
+temporary name beside the target. It gets the attributes of the old file before the first byte. Then
+the file is synced, linked under the temporary name, renamed over the target, and the directory is
+synced. Where there was no file, it is linked under the target's name, and nothing is renamed.
 
 Temporary names are numbered per target. The process that owns one holds a lock (`flock`) on the
 file. A name without a lock was left by a killed process; the next save to the target removes it.
