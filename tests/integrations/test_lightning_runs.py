@@ -36,7 +36,13 @@ def files(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if not name.startswith("."))
 
 
-@pytest.mark.parametrize(("io", "parallel"), [("fast", {}), ("async", {}), ("async", DDP)])
+RUNS = [
+    *(pytest.param(io, {}, id=io) for io in ("stock", "fast", "async")),
+    *(pytest.param(io, DDP, id=f"{io}-ddp") for io in ("fast", "async")),
+]
+
+
+@pytest.mark.parametrize(("io", "parallel"), RUNS)
 def test_killed_in_a_save_and_resumed(
     run: Run, unbroken: Unbroken, io: str, parallel: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -52,6 +58,7 @@ def test_killed_in_a_save_and_resumed(
     resumed = run(PROGRAM, folder=str(folder), io=io, resume=resume, **parallel)
     assert resumed.code == 0, resumed.output
     losses, _ = unbroken(run, PROGRAM, STEPS * parallel.get("devices", 1), **parallel)
+    assert killed.losses
     assert set(killed.losses) <= set(losses)
     assert resumed.losses == steps(losses, 4)
     assert files(folder) == ["step=10.ckpt", "step=12.ckpt", "step=4.ckpt"]  # as stock: not its own

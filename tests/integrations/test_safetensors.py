@@ -11,9 +11,10 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from safetensors.torch import load_file, save_file  # bound before `install`
+from safetensors.torch import load_file, save_file, save_model  # bound before `install`
 from support import ranks
 from support.limits import file_size_limit
+from support.processes import python
 
 import fastserial
 from fastserial import reports
@@ -76,6 +77,15 @@ def test_same_bytes(fast: Callable[[], int], case: str, tmp_path: Path) -> None:
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "stock").read_bytes()
 
 
+def test_models(fast: Callable[[], int], tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
+    model[1].weight = model[0].weight  # tied: the metadata says so
+    stock(save_model, model, tmp_path / "stock")
+    save_model(model, tmp_path / "ours")
+    assert fast() == 1
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "stock").read_bytes()
+
+
 def test_what_safetensors_refuses(fast: Callable[[], int], tmp_path: Path) -> None:
     shared = torch.zeros(10)
     for wrong, metadata in (
@@ -118,13 +128,15 @@ def test_a_save_that_fails_leaves_what_was_there(
     assert kind != "link" or load_file(blob)["a"].tolist() == [1.0] * 3
 
 
-def test_switched_on_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTSERIAL_SAFETENSORS", "1")
-    fastserial.install()
-    try:
-        assert safetensors.torch.serialize_file is not _stock
-    finally:
-        fastserial.uninstall()
+def test_switched_on_by_the_environment(tmp_path: Path) -> None:
+    """Before safetensors is imported."""
+    program = (
+        "import fastserial.auto, sys, torch, safetensors.torch as s\n"
+        "s.save_file({'a': torch.zeros(3)}, sys.argv[1])\n"
+        "print(fastserial.last_save_report().container)\n"
+    )
+    done = python("-c", program, tmp_path / "a", variables={"FASTSERIAL_SAFETENSORS": "1"})
+    assert done.out.strip() == "safetensors"
 
 
 def test_tensors_are_divided_as_huggingface_divides_them() -> None:

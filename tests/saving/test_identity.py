@@ -6,6 +6,7 @@ import contextlib
 import filecmp
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,6 +124,19 @@ def test_targets(case: Case, fmt: str, target: str, folder: Path) -> None:
     """Everything that torch.save writes to."""
     sets = {"durable": False}, OPTION_SETS["many_small_blocks"]
     both(case, fmt, TARGETS[target], folder, *sets, odd=ODD_TARGETS.get((target, case.name, fmt)))
+
+
+TMPFS = Path("/dev/shm")
+
+
+@pytest.mark.skipif(not os.access(TMPFS, os.W_OK), reason="no tmpfs here")
+@pytest.mark.parametrize("name", ["path", "file_middle"])
+@pytest.mark.parametrize(("case", "fmt"), runnable("checkpoint"))
+def test_tmpfs(case: Case, fmt: str, name: str) -> None:
+    """A file system that tells no alignment for direct I/O."""
+    sets = [{**OPTION_SETS["medium_blocks"], "direct": direct} for direct in ("auto", True, False)]
+    with tempfile.TemporaryDirectory(dir=TMPFS) as folder:
+        both(case, fmt, TARGETS[name], Path(folder), *sets)
 
 
 # Sizes where the container needs its 64-bit fields: one byte before, at, and by offset only.

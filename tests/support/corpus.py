@@ -250,9 +250,9 @@ def _() -> Any:
     x = torch.arange(60.0).reshape(6, 10)
     views = {"base": x, "row": x[2], "slice": x[1:4, 2:7], "t": x.t(), "step": x[::2, ::3]}
     a = np.arange(12, dtype=np.float32)
-    same_memory = [torch.from_numpy(a), torch.from_numpy(a)]
+    same_memory = {f"same{n}": torch.from_numpy(a) for n in range(2)}
     # torch 2.6 writes key 10 before key 2.
-    return [views, same_memory, [torch.full((3,), i) for i in range(23)]]
+    return views | same_memory | {f"n{n}": torch.full((3,), n) for n in range(23)}
 
 
 @case("same_memory_two_dtypes", raises=RuntimeError)
