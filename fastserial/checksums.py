@@ -64,6 +64,18 @@ class PartialCrc(NamedTuple):
     crc: int
 
 
+def joined_crc(pieces: Iterable[PartialCrc]) -> tuple[int, int]:
+    """Return the CRC-32 of a record's first bytes, and how many pieces of it give without a gap.
+
+    Of pieces that overlap one is taken.
+    """
+    crc = at = 0
+    for piece in sorted(pieces, key=lambda one: (one.start, -one.length)):
+        if piece.start == at:
+            crc, at = crc32_combine(crc, piece.crc, piece.length), at + piece.length
+    return crc, at
+
+
 class CrcLedger:
     """CRC-32s of the records of one file, added piece by piece in any order.
 
@@ -84,21 +96,21 @@ class CrcLedger:
         self._cause: BaseException | None = None
 
     def add(self, record: int, start: int, length: int, crc: int) -> None:
-        """Enter the CRC of bytes [start, start + length) of a record, each byte once."""
-        if length == self._sizes[record]:
+        """Enter the CRC of bytes [start, start + length) of a record."""
+        size = self._sizes[record]
+        if length == size:
             self.add_many(record, (crc,))
             return
         with self._lock:
             pieces = self._pieces.setdefault(record, [])
             pieces.append(PartialCrc(record, start, length, crc))
             self._arrived[record] = self._arrived.get(record, 0) + length
-            if self._arrived[record] < self._sizes[record]:
+            if self._arrived[record] < size:
+                return
+            total, known = joined_crc(pieces)
+            if known < size:  # a load may read bytes twice, and has not read others yet
                 return
             del self._pieces[record]
-        pieces.sort()
-        total = 0
-        for piece in pieces:
-            total = crc32_combine(total, piece.crc, piece.length)
         self.add_many(record, (total,))
 
     def add_many(self, first: int, crcs: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fastserial import config as config_module
 from fastserial.checkpoints.verify.file_list import read_index
 from fastserial.checksums import PartialCrc as CrcPiece
-from fastserial.checksums import crc32_combine, crc_mismatch
+from fastserial.checksums import crc_mismatch, joined_crc
 from fastserial.config import Config
 from fastserial.distributed.onefile.flow import Flow, grids_of, read_odd, targets_of, wanted_of
 from fastserial.distributed.plan.matching import Match, file_leaves, path_name, unused
@@ -348,10 +348,7 @@ class LoadTask:
         known = True
         for number, some in sorted(pieces.items()):
             record = self._known[number]
-            at = crc = 0
-            for piece in sorted(some, key=lambda one: (one.start, -one.length)):
-                if piece.start == at:
-                    crc, at = crc32_combine(crc, piece.crc, piece.length), at + piece.length
+            crc, at = joined_crc(some)
             if at < record.nbytes or record.crc is None:
                 known = False
             elif (mismatch := crc_mismatch(crc, record.crc)) is not None:
