@@ -108,7 +108,8 @@ class CrcLedger:
             if self._arrived[record] < size:
                 return
             total, known = joined_crc(pieces)
-            if known < size:  # a load may read bytes twice, and has not read others yet
+            if known < size:  # a load reads bytes twice, and has not read others yet
+                self._arrived[record] = known  # so that not each piece joins all again
                 return
             del self._pieces[record]
         self.add_many(record, (total,))
