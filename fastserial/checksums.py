@@ -14,7 +14,7 @@ from isal.isal_zlib import crc32, crc32_combine
 
 from fastserial.errors import CorruptCheckpointError, TransferAbandonedError
 
-__all__ = ["CrcLedger", "PartialCrc", "check_crc", "crc32", "crc32_combine", "crc_mismatch"]
+__all__ = ["CrcLedger", "PartialCrc", "check_crc", "crc32", "crc_mismatch", "joined_crc"]
 
 
 def crc_mismatch(found: int | None, stored: int) -> str | None:
@@ -65,9 +65,9 @@ class PartialCrc(NamedTuple):
 
 
 def joined_crc(pieces: Iterable[PartialCrc]) -> tuple[int, int]:
-    """Return the CRC-32 of a record's first bytes, and how many pieces of it give without a gap.
+    """Return the CRC-32 of a record's first bytes, and how many bytes those are.
 
-    Of pieces that overlap one is taken.
+    They end where no piece goes on. Of pieces that overlap one is taken.
     """
     crc = at = 0
     for piece in sorted(pieces, key=lambda one: (one.start, -one.length)):

@@ -73,7 +73,7 @@ FAULTS = [
     Fault("another rank's file is not compared", "distributed/onefile/shared_file.py", "if (found.st_ino, found.st_size) != (identity.inode, identity.nbytes):", "if False:"),  # noqa: E501
     Fault("another rank does not sync", "distributed/onefile/shared_file.py", "        os.fsync(self.fd)", "        pass"),  # noqa: E501
     Fault("copies are not compared", "distributed/ranks/copies.py", "if first.setdefault(leaf, checksum) != checksum:", "if first.setdefault(leaf, checksum) is None:"),  # noqa: E501
-    Fault("CRC-32s are combined with a wrong length", "checksums.py", "crc32_combine(total, piece.crc, piece.length)", "crc32_combine(total, piece.crc, pieces[0].length)"),  # noqa: E501
+    Fault("CRC-32s are combined with a wrong length", "checksums.py", "crc32_combine(crc, piece.crc, piece.length)", "crc32_combine(crc, piece.crc, piece.length - 1)"),  # noqa: E501
     Fault("an older shard file stays", "distributed/dcp/storage_writer.py", "        folder.sweep(self._alone)\n\n    def storage_meta", "\n    def storage_meta"),  # noqa: E501
 ]
 # fmt: on
