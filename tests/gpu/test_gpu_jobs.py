@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support import processes
-from support.gpu import DEVICE, need_gpu
+from support.gpu import DEVICE, need_gpu, steps
 from support.identity import stock
 from torch import nn
 
@@ -91,14 +91,7 @@ class Run:
         self.state = {"model": self.model, "optimizer": self.optimizer}
 
     def steps(self, count: int) -> list[float]:
-        losses = []
-        for _ in range(count):
-            loss = self.model(torch.randn(8, 300, device=DEVICE)).square().mean()
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+        return steps(self.model, self.optimizer, count, 300)
 
 
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:

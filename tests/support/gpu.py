@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 DEVICE = "cuda"
 _DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"))  # some sandboxes have one
@@ -21,6 +22,20 @@ def _missing() -> str | None:
     if not torch.cuda.is_available():
         return "a GPU that torch sees (torch.cuda.is_available() is False)"
     return None
+
+
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, count: int, width: int
+) -> list[float]:
+    """Train on random rows of `width` numbers, and return the losses."""
+    losses = []
+    for _ in range(count):
+        loss = model(torch.randn(16, width, device=DEVICE)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def need_gpu() -> None:

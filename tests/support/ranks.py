@@ -175,11 +175,11 @@ def run(program: str, count: int, *args: object, timeout: float = 240) -> list[s
     return [end.out for end in ended]
 
 
-def join() -> tuple[int, int]:
+def join(backend: str = "gloo", **options: Any) -> tuple[int, int]:
     """Make this process one of the job's ranks; return its rank and their number."""
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(os.environ["FASTSERIAL_TEST_STORE"], count)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, **options)
     return rank, count
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.gpu import DEVICE
+from support.gpu import DEVICE, steps
+from support.ranks import join
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,23 +34,13 @@ class Run:
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
 
     def steps(self, count: int) -> list[float]:
-        losses = []
-        for _ in range(count):
-            batch = torch.randn(16, 96, device=DEVICE)
-            loss = self.model(batch).square().mean()
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+        return steps(self.model, self.optimizer, count, 96)
 
 
 def main() -> None:
-    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(os.environ["FASTSERIAL_TEST_STORE"], count)
-    device = torch.device(DEVICE, rank)
+    device = torch.device(DEVICE, int(os.environ["RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=count, device_id=device)
+    join("nccl", device_id=device)
 
     first = Run(1)
     first.steps(3)
