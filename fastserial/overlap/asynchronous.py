@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastserial.checkpoints.save import write
-from fastserial.errors import ConfigError, FastserialError, name_in
+from fastserial.errors import ConfigError, FastserialError
 from fastserial.files.destination import StockWay
 from fastserial.formats.zip_layout import ZipPlan
 from fastserial.memory.held_settings import quick_switches
@@ -192,8 +192,7 @@ def _prepare(
             save(obj, layout, *how)
         return _AsyncWork(writer, layout.lay_out(), taken)
     except BaseException as error:
-        name_in(error, path)
-        writer.abort()
+        writer.fail(error)
         raise
 
 
@@ -228,8 +227,8 @@ class _AsyncWork:
         writer = self.writer
         try:
             writer.write_whole(self.plan)
-        except BaseException:
-            writer.abort()
+        except BaseException as error:
+            writer.fail(error)
             raise
         finally:
             self.taken.end()

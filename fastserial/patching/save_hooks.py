@@ -73,13 +73,31 @@ def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
     """
     if mode == "rb":
         return load_hooks.open_source(target)
-    if mode != "wb" or _takes_storages(target):
+    if mode != "wb":
+        return None
+    if isinstance(target, FastFileWriter):
+        return _CallersWriter(target)
+    if _takes_storages(target):  # DeepSpeed's writer
         return None
     found = open_writer(target, "legacy")
     if isinstance(found, StockWay):
         _count(found, target)
         return None
     return found
+
+
+class _CallersWriter:
+    """The block of a legacy save into a writer that its caller closes: an error discards."""
+
+    def __init__(self, writer: FastFileWriter) -> None:
+        self._writer = writer
+
+    def __enter__(self) -> FastFileWriter:
+        return self._writer
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._writer.fail(error)
 
 
 def zip_writer(

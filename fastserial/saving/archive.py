@@ -19,7 +19,6 @@ import torch
 
 from fastserial.checksums import crc32
 from fastserial.config.performance import COPIED_RECORD, SMALL_FILE, KiB
-from fastserial.errors import name_in
 from fastserial.formats.zip_layout import ZipLayout, ZipPlan
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import (
@@ -147,11 +146,10 @@ class ZipArchive:
                 if writer is not None and not self._owns_writer:
                     writer.release_sources()
             elif writer is not None:
-                name_in(error, writer.name)
-                writer.abort()
-        except BaseException:
+                writer.fail(error)
+        except BaseException as another:
             if writer is not None:
-                writer.abort()
+                writer.fail(another)
             raise
         finally:
             self._pause.end()

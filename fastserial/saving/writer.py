@@ -101,6 +101,7 @@ class FastFileWriter:
             config = options_of(config) if config.dnvme_handle is not None else None
         self._config = config if config is not None else current()
         self._pid = os.getpid()
+        self._handled = sys.exc_info()[1]  # a writer may be opened where an error is handled
         self._phases = {"serialize": 0.0, "transfer": 0.0}
         self._container = container
         self._report: SaveReport | None = None
@@ -127,6 +128,7 @@ class FastFileWriter:
         self._written = 0  # bytes passed on
         self._gathered = bytearray()
         self._closed = self._discarded = False
+        self._failed = False  # discarded because of an error, which was raised
 
     # -- a file object -------------------------------------------------------------------------
 
@@ -200,33 +202,45 @@ class FastFileWriter:
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append bytes and return how many. They are copied or written before it returns."""
+        if self._failed and _error_torch_handles() is not None:
+            return memoryview(data).nbytes  # the end of an archive that failed: nobody wants it
         self._check_open()
         with memoryview(data).cast("B") as view:
-            length = len(view)
-            if length < GATHERED:
-                self._gathered += view
-                if len(self._gathered) >= GATHERED:
-                    self._write()
-                return length
-            if length <= self._config.block_size:
-                data = bytes(view)
-            source = Literal(data if isinstance(data, bytes) else view)
-            self._write([Extent(0, length, source)], length)
-            if not isinstance(data, bytes):
-                self.release_sources()
-        return length
+            try:
+                self._append(data, view)
+            except BaseException as error:  # of a signal handler, too: bytes may be missing
+                self.fail(error)
+                raise
+            return len(view)
+
+    def _append(self, data: bytes | bytearray | memoryview, view: memoryview) -> None:
+        length = len(view)
+        if length < GATHERED:
+            self._gathered += view
+            if len(self._gathered) >= GATHERED:
+                self._write()
+            return
+        if length <= self._config.block_size:
+            data = bytes(view)
+        source = Literal(data if isinstance(data, bytes) else view)
+        self._write([Extent(0, length, source)], length)
+        if not isinstance(data, bytes):
+            self.release_sources()
 
     def flush(self) -> None:
         """Write nothing: bytes reach the file in whole blocks, the last ones at `close`.
 
-        Where torch leaves its `with` block because of an error, what it wrote is no checkpoint, and
-        all is discarded. Nothing is raised then: it would hide the first error.
+        A torch that is not patched calls this at the end of each `torch.save` into a writer. If
+        that fails, what it wrote is not a checkpoint, and all is discarded. Nothing is raised then:
+        it would hide the first error.
+
+        Raises:
+            ValueError: the writer is closed.
         """
-        error = _error_of_callers_block()
+        error = _error_torch_handles()
         if error is not None:
-            name_in(error, self.name)
-            self.abort()
-        if not self._discarded:
+            self.fail(error)
+        else:
             self._check_open()
 
     def save_torch_storage_object_list(
@@ -324,16 +338,20 @@ class FastFileWriter:
     def close(self) -> None:
         """Write the rest, sync, and commit. Idempotent.
 
-        Discards if a `torch.save` into the writer failed, or if nothing was written and an
-        exception is being handled: `finally: writer.close()`.
+        Does nothing after an error, such as that of a `torch.save` into the writer. An error that
+        comes before anything is written discards, too: `finally: writer.close()`.
 
         Raises:
             WriteError: the disk is full or failed; the previous file is intact.
+            ValueError: `abort` was called, so that nothing is saved.
         """
         if self._closed:
+            if self._discarded and not self._failed:
+                self._check_open()
             return
-        if not self.tell() and sys.exc_info()[1] is not None:
-            self.abort()
+        handled = sys.exc_info()[1]
+        if not self.tell() and handled is not None and handled is not self._handled:
+            self.fail(handled)
             return
         self._expected = max(self._expected or 0, self.tell())
         try:
@@ -342,22 +360,33 @@ class FastFileWriter:
             self._run("transfer", self._end_transfer)
             self._run("sync", self._destination.sync)
             self._run("commit", self._commit)
-        except BaseException:  # of a signal handler between two phases, too
-            self.abort()
+        except BaseException as error:  # of a signal handler between two phases, too
+            self.fail(error)
             raise
         self._closed = True
+        self._handled = None
         self._leave_bar()
         self._publish()
 
     def abort(self) -> None:
-        """Discard what was written; a path keeps its previous file. Idempotent."""
+        """Discard what was written; a path keeps its previous file. Idempotent.
+
+        A `close` after it raises: whoever calls that expects a file.
+        """
         if self._closed:
             return
         self._closed = self._discarded = True
+        self._handled = None
         if os.getpid() != self._pid:
             return  # a forked child must not touch what its parent is writing
         stop = bool if self.base is None else self.base.stop
         finish(self._out.close, stop, self._leave_bar, self._destination.discard)
+
+    def fail(self, error: BaseException) -> None:
+        """Discard because of an error that the caller raises; a `close` then does nothing."""
+        name_in(error, self.name)
+        self._failed = True
+        self.abort()
 
     def __enter__(self) -> FastFileWriter:
         return self
@@ -366,8 +395,7 @@ class FastFileWriter:
         if error is None:
             self.close()
         else:
-            name_in(error, self.name)
-            self.abort()
+            self.fail(error)
 
     def __del__(self) -> None:
         if not self._closed:
@@ -435,9 +463,8 @@ class FastFileWriter:
         try:
             step(*arguments)
         except BaseException as error:
-            name_in(error, self.name)
             try:
-                self.abort()
+                self.fail(error)
             except OSError as another:
                 if isinstance(error, Exception):  # an interrupt stays one
                     error = another
@@ -472,14 +499,12 @@ class FastFileWriter:
         publish_save(self._report, config.on_report)
 
 
-def _error_of_callers_block() -> BaseException | None:
-    """Return the error by which a `with` block is left whose `__exit__` called our caller.
+def _error_torch_handles() -> BaseException | None:
+    """Return the error by which a block of torch.serialization is left; None: it is not.
 
-    Its traceback begins in the frame of the block; that of an error which is handled further out,
-    such as the one that makes a program save at its end, does not.
+    A traceback begins where its error is handled.
     """
     error = sys.exc_info()[1]
-    frame = sys._getframe(1).f_back
-    block = frame.f_back if frame is not None else None
-    trace = error.__traceback__ if error is not None else None
-    return error if trace is not None and trace.tb_frame is block else None
+    trace = None if error is None else error.__traceback__
+    named = None if trace is None else trace.tb_frame.f_globals.get("__name__")
+    return error if named == "torch.serialization" else None
