@@ -7,7 +7,9 @@ rebuilds tensors:
 
 - Called are these last four, with arguments of bounded length, and nothing else: no other object
   in such a pickle can be called.
-- State (BUILD) is given to an `OrderedDict` only, which the pickle has made.
+- What changes an object (items that are set or appended, state) is not left to Python's
+  unpickler, which accepts any object with such a method: each such opcode is replaced by a
+  persistent id, and `_CHANGES` compares the object's type, as torch does.
 - No stand-in for a function is in a value that is returned.
 
 Everything else, and any error, is left to torch's own unpickler, from the first byte on. The check
@@ -35,11 +37,20 @@ from fastserial.interrupts import raised_by_handler
 
 # Opcodes of fixed length: containers, marks, None, True, False, REDUCE, BINPERSID; short
 # puts and gets, ints, floats. Runs are short, since the expression keeps a record of each step.
-_FIXED = rb"[(t\x85-\x87)\]}N\x88\x89aesuRQ]|[qhK].|M..|J.{4}|j.{4}|G.{8}"
+_FIXED = rb"[(t\x85-\x87)\]}N\x88\x89RQ]|[qhK].|M..|J.{4}|j.{4}|G.{8}"
 _RUN = 256
 
 _PROTOCOL_2 = b"\x80\x02"
-_STRING, _LONG, _GLOBAL, _BUILD, _STOP = b"X"[0], b"\x8a"[0], b"c"[0], b"b"[0], b"."[0]
+_STRING, _LONG, _GLOBAL, _STOP = b"X"[0], b"\x8a"[0], b"c"[0], b"."[0]
+# For each opcode that changes an object, what asks `persistent_load` to do it: with the object, the
+# items or the state, and the opcode as bytes, which no plain pickle can make.
+_ASKS = {
+    b"u"[0]: b"tC\x01u\x87Q",
+    b"e"[0]: b"tC\x01e\x87Q",
+    b"s"[0]: b"\x86C\x01s\x87Q",
+    b"a"[0]: b"C\x01a\x87Q",
+    b"b"[0]: b"C\x01b\x87Q",
+}
 
 
 class PlainPickle(NamedTuple):
@@ -47,17 +58,17 @@ class PlainPickle(NamedTuple):
 
     Attributes:
         names: what it imports, as `module.name`.
-        builds: where its BUILD opcodes are (bytes).
+        changes: where the opcodes are that set items, append items or give state (bytes).
         end: where it ends (bytes).
     """
 
     names: frozenset[str]
-    builds: list[int]
+    changes: list[int]
     end: int
 
 
 def plain_pickle(data: bytes) -> PlainPickle | None:
-    """Return what a plain pickle imports, and where it gives state; None if it is not plain.
+    """Return what a plain pickle imports, and where it changes objects; None if it is not plain.
 
     Args:
         data: a pickle of protocol 2, and perhaps more after it. It may be hostile: running it
@@ -66,7 +77,7 @@ def plain_pickle(data: bytes) -> PlainPickle | None:
     if data[:2] != _PROTOCOL_2:
         return None
     names: set[str] = set()
-    builds: list[int] = []
+    changes: list[int] = []
     run = _run(len(data) >> 17)
     at, end = 2, len(data)
     while True:
@@ -87,9 +98,9 @@ def plain_pickle(data: bytes) -> PlainPickle | None:
         elif opcode == _LONG:
             at += 2 + data[at + 1] if at + 1 < end else 2
         elif opcode == _STOP:
-            return PlainPickle(frozenset(names), builds, at + 1)
-        elif opcode == _BUILD:
-            builds.append(at)
+            return PlainPickle(frozenset(names), changes, at + 1)
+        elif opcode in _ASKS:
+            changes.append(at)
             at += 1
         elif not match or match.end() == match.start():
             return None
@@ -109,9 +120,6 @@ _rebuild: Any = torch._utils
 _CONSTANTS = (torch.serialization.StorageType, torch.dtype)
 _LISTS = (tuple, list, torch.Size)
 _MOST_DIMENSIONS = 1024
-_BUILD_MODULE = "fastserial"  # which no plain pickle imports
-# From the target and its state on the stack: `persistent_load(((target, state), _build))`.
-_ASK_FOR_BUILD = b"\x86c%b\nbuild\n\x86Q" % _BUILD_MODULE.encode()
 
 
 class _Refused(pickle.UnpicklingError):
@@ -165,10 +173,51 @@ def _is_known(name: str) -> bool:
 
 
 def _guarded(data: bytes, plain: PlainPickle) -> bytes:
-    """Return a plain pickle whose BUILD opcodes ask `persistent_load` to give the state instead."""
-    ends = [*plain.builds, plain.end]
-    starts = [0, *(at + 1 for at in plain.builds)]
-    return _ASK_FOR_BUILD.join(data[start:end] for start, end in zip(starts, ends, strict=True))
+    """Return a plain pickle that asks `persistent_load` to change objects."""
+    parts: list[bytes] = []
+    start = 0
+    for at in plain.changes:
+        parts += (data[start:at], _ASKS[data[at]])
+        start = at + 1
+    parts.append(data[start : plain.end])
+    return b"".join(parts)
+
+
+def _set_items(target: Any, items: tuple[Any, ...]) -> None:
+    if type(target) not in _DICTIONARIES or len(items) % 2:
+        raise _Refused("items")
+    each = iter(items)
+    for key, value in zip(each, each, strict=True):
+        target[key] = value
+
+
+def _extend(target: Any, items: tuple[Any, ...]) -> None:
+    if type(target) is not list:
+        raise _Refused("items of no list")
+    target.extend(items)
+
+
+def _append(target: Any, item: Any) -> None:
+    if type(target) is not list:
+        raise _Refused("an item of no list")
+    target.append(item)
+
+
+def _give_state(target: Any, state: Any) -> None:
+    """Give state to an `OrderedDict`; tensors and storages, which others hold, get none."""
+    if type(target) is not OrderedDict or type(state) is not dict:
+        raise _Refused("state")
+    vars(target).update(state)
+
+
+_DICTIONARIES = (dict, OrderedDict)
+_CHANGES: dict[bytes, Callable[[Any, Any], None]] = {
+    b"u": _set_items,
+    b"e": _extend,
+    b"s": _set_items,
+    b"a": _append,
+    b"b": _give_state,
+}
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -181,8 +230,6 @@ class _PlainUnpickler(pickle.Unpickler):
         self._calls: dict[str, _GuardedFunction] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == _BUILD_MODULE:
-            return _build
         full = f"{module}.{name}"
         if full not in _CALLS:
             return _constant(full)
@@ -194,8 +241,10 @@ class _PlainUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         if type(pid) is not tuple or not pid:
             raise _Refused("persistent id")
-        if pid[-1] is _build:
-            return _build(*pid[0])
+        if type(pid[-1]) is bytes:
+            target, argument, opcode = pid
+            _CHANGES[opcode](target, argument)
+            return target
         if type(pid[0]) is not str or pid[0] != "storage":
             raise _Refused("persistent id")
         try:
@@ -209,20 +258,8 @@ class _PlainUnpickler(pickle.Unpickler):
         return [weakref.ref(call) for call in self._calls.values()]
 
 
-def _build(target: Any, state: Any) -> Any:
-    """Give state to an `OrderedDict`; tensors and storages, which others hold, get none."""
-    if type(target) is not OrderedDict or type(state) is not dict:
-        raise _Refused("state")
-    vars(target).update(state)
-    return target
-
-
 class WeightsOnlyUnpickler(torchs.Unpickler):
-    """Loads what torch's class loads, and fails as it does.
-
-    Crafted pickles that set items of a list or a tensor load here and not there: they can change
-    only what they built themselves.
-    """
+    """Loads what torch's class loads, and fails as it does."""
 
     def __init__(self, file: io.BytesIO, *, encoding: str = "bytes") -> None:
         super().__init__(file, encoding=encoding)
