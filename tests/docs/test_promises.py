@@ -100,14 +100,47 @@ def test_a_test_that_a_promise_names_exists(name: str) -> None:
 
 
 MODULE = re.compile(r"`((?:[a-z_0-9]+/)+(?:[a-z_0-9]+)?)`")
-FILE = re.compile(r"`((?:tests|benchmarks|fastserial|docs)/[a-z_0-9./]+\.(?:py|md))\b")
+# Comments name files, too: what a block is "not run" for, some test does.
+FILE = re.compile(r"(?<![\w/])((?:tests|benchmarks|fastserial|docs)/[a-z_0-9./]+\.(?:py|md))\b")
+TEST = re.compile(r"(?<![\w/])(test_\w+\.py)\b")
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     missing = [name for name in FILE.findall(text) if not (ROOT / name).exists()]
+    known = {*(file.name for file in (ROOT / "tests").rglob("*.py")), "test_mine.py"}
+    missing += set(TEST.findall(text)) - known - {"test_serialization.py"}  # the user's, torch's
     assert not missing
+
+
+def _trials() -> dict[str, int]:
+    """Return the rows of the table of `nox -s faults`: what was tried, and how often."""
+    text = (ROOT / "docs" / "internals" / "fault-injection.md").read_text(encoding="utf-8")
+    text = text.partition("Saves during training")[0]
+    rows = re.findall(r"^\| (.+?) \| ([\d,]+) \| (.+) \|$", text, re.MULTILINE)
+    full = next(outcome for what, _, outcome in rows if what.startswith("full disk"))
+    found = {what: int(count.replace(",", "")) for what, count, _ in rows}
+    return {**found, "ENOSPC": int(full.split()[0])}
+
+
+def test_counts_of_the_readme_are_those_of_the_table() -> None:
+    trials = _trials()
+
+    def total(start: str) -> int:
+        return sum(count for what, count in trials.items() if what.startswith(start))
+
+    power = total("power cut") + total("the same after saves to new names")
+    counts = f"a kill ({total('`kill -9` at')} tried), a simulated power cut ({power})"
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"{counts} or a full disk ({trials['ENOSPC']})" in text
+
+
+def test_inputs_of_the_fuzzers_add_up() -> None:
+    text = (ROOT / "docs" / "internals" / "fault-injection.md").read_text(encoding="utf-8")
+    listed = re.findall(r"(\d[\d,]*) (?:pickles|safetensors|legacy|zip|DCP inputs)", text)
+    total = sum(int(count.replace(",", "")) for count in listed)
+    assert total == sum(count for what, count in _trials().items() if "under atheris" in what)
 
 
 def test_packages_and_modules_that_the_architecture_names_exist() -> None:
