@@ -113,9 +113,9 @@ def _print_summary_at_exit() -> None:
     import os
 
     if os.environ.get("FASTSERIAL_SUMMARY"):
-        from fastserial.startup import switch
+        from fastserial.startup import checked_switch
 
-        if switch("FASTSERIAL_SUMMARY"):
+        if checked_switch("FASTSERIAL_SUMMARY"):
             import atexit
 
             atexit.register(_summarize)

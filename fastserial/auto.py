@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastserial.patching.install import install
-from fastserial.startup import switch
+from fastserial.startup import checked_switch
 
-if switch() is not False:
+if checked_switch() is not False:
     install()

@@ -1,6 +1,6 @@
 """Install fastserial as soon as torch is imported: what `fastserial.pth` runs at start.
 
-The `.pth` file calls `watch()` here only when `FASTSERIAL` is 1, true, yes or on. Nothing here
+The `.pth` file calls `watch()` here unless `FASTSERIAL` is empty, 0, false, no or off. Nothing here
 may stop the interpreter or `import torch`: trouble becomes a warning. Nor may it take long: every
 Python process of a job runs it, and few of them use torch.
 """
@@ -15,21 +15,32 @@ PROBE = "import sys; sys.exit('fastserial.startup' not in sys.modules)"
 
 
 def switch(variable: str = VARIABLE) -> bool | None:
-    """Return what the environment asks for: on, off, or (None) nothing."""
+    """Return what the environment asks for: on, off, or (None) nothing that is known."""
     value = os.environ.get(variable, "").strip().lower()
     if value in ("1", "true", "yes", "on"):
         return True
     return False if value in ("0", "false", "no", "off") else None
 
 
+def checked_switch(variable: str = VARIABLE) -> bool | None:
+    """Return what the environment asks for, as `switch`; warn of a value that is not known."""
+    found = switch(variable)
+    if found is None and os.environ.get(variable, "").strip():
+        _warn_of_value(variable)
+    return found
+
+
 def watch() -> None:
-    """Install once torch is imported, or at once if it already is."""
+    """Install once torch is imported, or at once if it already is.
+
+    If the environment has an unknown value, nothing is installed, and a warning names it then.
+    """
     try:
         from fastserial.import_hook import when_imported
 
-        when_imported("torch", _torch_imported)
+        when_imported("torch", _torch_imported if switch() else _torch_imported_for_nothing)
     except Exception as error:
-        _warn(error)
+        _warn_of(error)
 
 
 def _torch_imported(_: object) -> None:
@@ -40,7 +51,11 @@ def _torch_imported(_: object) -> None:
         install()
         when_imported("deepspeed.runtime.engine", _deepspeed_imported)
     except Exception as error:
-        _warn(error)
+        _warn_of(error)
+
+
+def _torch_imported_for_nothing(_: object) -> None:
+    _warn_of_value(VARIABLE)
 
 
 def _deepspeed_imported(_: object) -> None:
@@ -50,13 +65,22 @@ def _deepspeed_imported(_: object) -> None:
 
         install()
     except Exception as error:
-        _warn(error)
+        _warn_of(error)
 
 
-def _warn(error: Exception) -> None:
+def _warn_of(error: Exception) -> None:
+    _warn(f"fastserial could not be installed: {error!r}")
+
+
+def _warn_of_value(variable: str) -> None:
+    value = os.environ.get(variable)
+    _warn(f"{variable}={value} is neither on nor off for fastserial: set it to 1 or 0")
+
+
+def _warn(text: str) -> None:
     import contextlib
     import warnings
 
     # `-W error` must not break `import torch` either
     with contextlib.suppress(Warning):
-        warnings.warn(f"fastserial could not be installed: {error!r}", stacklevel=3)
+        warnings.warn(text, stacklevel=4)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import fastserial
 from fastserial import ConfigError, config
+from fastserial.errors import EngineUnavailableError
 
 
 @pytest.fixture(autouse=True)
@@ -106,8 +111,83 @@ def test_impossible_values(values: dict[str, object]) -> None:
     assert config.current() == config.Config()
 
 
-def test_bad_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in (("DURABLE", "perhaps"), ("THREADS", "two"), ("CACHE", "some")):
-        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=name):
-            patch.setenv(f"FASTSERIAL_{name}", text)
-            config.current()
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"direct": 0}, {"direct": False}),
+        ({"direct": 1}, {"direct": True}),
+        ({"direct": np.False_}, {"direct": False}),
+        ({"direct": np.True_}, {"direct": True}),
+        ({"durable": 0, "threads": np.int64(3)}, {"durable": False, "threads": 3}),
+        ({"cache": np.str_("drop")}, {"cache": "drop"}),
+    ],
+)
+def test_values_that_are_equal_mean_the_same(
+    given: dict[str, Any], meant: dict[str, Any], tmp_path: Path
+) -> None:
+    state = {"x": torch.ones(1 << 20)}
+    reports = []
+    for number, values in enumerate((given, meant)):
+        config.forget_installed()
+        config.set_installed(small_file=0, **values)
+        assert all(getattr(config.current(), name) is value for name, value in meant.items())
+        reports.append(fastserial.save(state, tmp_path / str(number)))
+    ours, theirs = reports
+    assert ours is not None
+    assert theirs is not None
+    assert (ours.direct, ours.durable) == (theirs.direct, theirs.durable)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("DURABLE", "perhaps"),
+        ("THREADS", "two"),
+        ("CACHE", "kep"),
+        ("BLOCK_SIZE", "1000"),
+        ("DIRECT", ""),
+        ("ENGINE", "warp"),
+    ],
+)
+def test_a_bad_value_in_the_environment_is_named_and_the_rest_is_on(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(config, "_refused", {})
+    monkeypatch.setenv(f"FASTSERIAL_{name}", text)
+    monkeypatch.setenv("FASTSERIAL_RETRY_SECONDS", "7")
+    with pytest.warns(UserWarning, match=f"FASTSERIAL_{name} .*{text}"):
+        fastserial.install()
+    try:
+        assert fastserial.installed()
+        assert config.current() == config.Config(retry_seconds=7)
+        assert config.origin_of(name.lower()) == "default"
+        torch.save(torch.ones(1 << 21), tmp_path / "x")
+        report = fastserial.last_save_report()
+        assert report is not None
+        assert (report.path, report.engine) == (str(tmp_path / "x"), "threads")
+        with pytest.raises(ConfigError):  # the call's own values are another matter
+            fastserial.install(cache="kep")
+    finally:
+        fastserial.uninstall()
+    (why,) = config.refused_variables()
+    assert why.startswith(f"FASTSERIAL_{name}: ")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_bad_value_fails_no_save_where_warnings_are_errors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(config, "_refused", {})
+    monkeypatch.setattr(config, "_names_checked", False)
+    monkeypatch.setenv("FASTSERIAL_CACHE", "kep")
+    monkeypatch.setenv("FASTSERIAL_DURABEL", "0")
+    assert fastserial.save([1], tmp_path / "x") is not None
+    assert "FASTSERIAL_CACHE" in caplog.text
+    assert "FASTSERIAL_DURABEL" in caplog.text
+
+
+def test_an_engine_that_a_call_names_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTSERIAL_ENGINE", "threads")
+    with pytest.raises(EngineUnavailableError, match="warp"):
+        fastserial.install(engine="warp")
+    assert not fastserial.installed()

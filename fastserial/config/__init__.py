@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import logging
 import os
 import sys
 import warnings
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fastserial.reports import LoadReport, SaveReport
 
 MAX_BLOCK = 1024 * MiB
+_log = logging.getLogger("fastserial")
 
 Direct = Literal["auto"] | bool
 Cache = Literal["auto", "keep", "drop"]
@@ -100,7 +102,8 @@ class Config:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            _check(option.name, getattr(self, option.name))
+            value = _checked(option.name, getattr(self, option.name))
+            object.__setattr__(self, option.name, value)
 
     @property
     def never_direct(self) -> bool:
@@ -138,22 +141,27 @@ _PREFIX = "FASTSERIAL_"
 _VARIABLES = {os.fsencode(_PREFIX + name.upper()): name for name in ("engine", *_CHOICES, *_RANGES)}
 
 
-def _check(name: str, value: Any) -> None:
-    """Raise `ConfigError` if an option cannot have a value."""
+def _checked(name: str, value: Any) -> Any:
+    """Return the value of an option as plain Python's: True for 1, or for NumPy's true.
+
+    Raises:
+        ConfigError: the option cannot have this value.
+    """
     if name in _CHOICES:
-        if value in _CHOICES[name]:
-            return
+        for choice in _CHOICES[name]:
+            if value == choice:
+                return choice
         expected = f"one of {', '.join(map(str, _CHOICES[name]))}"
     elif name in _RANGES:
         allowed = _RANGES[name]
         if isinstance(value, SupportsIndex) and index(value) in allowed:
-            return
+            return index(value)
         kind = "whole number" if allowed.step == 1 else f"multiple of {allowed.step}"
         expected = f"a {kind} from {allowed.start} to {allowed[-1]}"
     elif name == "engine" and not isinstance(value, str) and not callable(value):
         expected = "a name or a function"
     else:
-        return
+        return value
     raise ConfigError(f"{name} must be {expected}, not {value!r}")
 
 
@@ -166,8 +174,7 @@ def _parse(name: str, text: str) -> Any:
         value = parse_size(word)
     else:
         value = word if word in _CHOICES[name] else _TRUTH.get(word, word)
-    _check(name, value)
-    return value
+    return _checked(name, value)
 
 
 def parse_size(text: str) -> int:
@@ -196,17 +203,19 @@ _scoped: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
 )
 _last: tuple[Mapping[str, Any], Config] = (_NOTHING, _DEFAULT)  # what `current` returned last
 _names_checked = False
+_refused: dict[tuple[str, str], str] = {}  # why the value of a variable is not used
 
 
 def current(**overrides: Any) -> Config:
     """Return the `Config` in force for the calling context.
 
+    An impossible value in the environment is not used: a warning names it, once.
+
     Args:
         overrides: options that take precedence over all others.
 
     Raises:
-        ConfigError: an option has an unknown name, or an option or environment variable an
-            impossible value.
+        ConfigError: an option has an unknown name or an impossible value.
     """
     global _last
     if overrides:
@@ -264,7 +273,8 @@ def origin_of(name: str) -> str:
     if name in _installed:
         return "install()"
     variable = f"{_PREFIX}{name.upper()}"
-    return variable if variable in os.environ else "default"
+    text = os.environ.get(variable)
+    return "default" if text is None or (variable, text) in _refused else variable
 
 
 def unknown_variables() -> list[str]:
@@ -273,12 +283,42 @@ def unknown_variables() -> list[str]:
     return sorted(names.difference(_known_variables()))
 
 
+def refused_variables() -> list[str]:
+    """Return which `FASTSERIAL_*` variables have a value that is not used, each with the reason."""
+    found = sorted(_refused.items())
+    return [f"{name}: {why}" for (name, text), why in found if os.environ.get(name) == text]
+
+
+def refuse_variable(name: str, value: str, why: str) -> bool:
+    """Use the value of an option's variable no more, and warn of it.
+
+    Args:
+        name: of the option.
+        value: of the option, which cannot be used,
+        why: because of this.
+
+    Returns:
+        False if the variable has another value, or none.
+    """
+    variable = f"{_PREFIX}{name.upper()}"
+    text = os.environ.get(variable, "")
+    if text.strip() != value:
+        return False
+    _refuse(variable, text, why)
+    return True
+
+
+def _refuse(variable: str, text: str, why: str) -> None:
+    _refused[variable, text] = why
+    _warn(f"{variable} in the environment is not used: {why}")
+
+
 def _known_variables() -> list[str]:
     return [*map(os.fsdecode, _VARIABLES), f"{_PREFIX}SUMMARY"]  # see `diagnosis.totals`
 
 
 def _from_environment() -> Mapping[str, Any]:
-    """Return the options that `FASTSERIAL_*` variables set."""
+    """Return the options that `FASTSERIAL_*` variables set to possible values."""
     if not _names_checked:
         _warn_of_names()
     # Each save asks. `os.environ` takes a microsecond for a variable, even for one that is not
@@ -287,11 +327,13 @@ def _from_environment() -> Mapping[str, Any]:
     present = _VARIABLES.keys() & (os.environb if raw is None else raw).keys()
     values: dict[str, Any] = {}
     for variable in map(os.fsdecode, present):
-        name = variable.removeprefix(_PREFIX).lower()
+        name, text = variable.removeprefix(_PREFIX).lower(), os.environ[variable]
+        if (variable, text) in _refused:
+            continue
         try:
-            values[name] = _parse(name, os.environ[variable])
+            values[name] = _parse(name, text)
         except ConfigError as error:
-            raise ConfigError(f"{variable}: {error}") from None
+            _refuse(variable, text, str(error))
     return values
 
 
@@ -304,8 +346,15 @@ def _warn_of_names() -> None:
         near = _nearest(name.removeprefix(_PREFIX), known)
         if near:
             meant = f"is {_PREFIX}{near} meant?"
-            text = f"{name} in the environment sets no option of fastserial; {meant}"
-            warnings.warn(text, UserWarning, stacklevel=4)
+            _warn(f"{name} in the environment sets no option of fastserial; {meant}")
+
+
+def _warn(text: str) -> None:
+    """Warn; where warnings are errors (`-W error`), log: a variable must not fail a save."""
+    try:
+        warnings.warn(text, UserWarning, stacklevel=5)
+    except UserWarning:
+        _log.warning("%s", text)
 
 
 def _check_names(values: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from fastserial import __version__, config, engines, startup
 from fastserial.config import Config
 from fastserial.diagnosis.folder import FolderFacts, folder_problem, probe_folder
 from fastserial.engines import EngineStatus
-from fastserial.errors import ConfigError, FastserialError, PatchError
+from fastserial.errors import FastserialError, PatchError
 from fastserial.memory import huge_pages
 from fastserial.memory.huge_pages import SWITCH
 from fastserial.patching import install
@@ -96,7 +96,7 @@ class Diagnosis:
     engine_source: str
     engines: tuple[EngineStatus, ...]
     options: tuple[Option, ...]
-    options_problem: str | None
+    refused_variables: tuple[str, ...]
     unknown_variables: tuple[str, ...]
     small_pages: str | None
     address_space_bytes: int | None
@@ -122,7 +122,7 @@ def examine(folder: Path | None = None) -> Diagnosis:
     unfit = folder_problem(folder) if folder is not None else None
     if unfit is not None:
         raise FastserialError(unfit)
-    options, chosen, problem = _options()
+    options, chosen = _options()
     engine = next(option for option in options if option.name == "engine")
     diagnosis = Diagnosis(
         fastserial=__version__,
@@ -134,7 +134,7 @@ def examine(folder: Path | None = None) -> Diagnosis:
         engine_source=engine.source,
         engines=tuple(engines.survey()),
         options=options,
-        options_problem=problem,
+        refused_variables=tuple(config.refused_variables()),
         unknown_variables=tuple(config.unknown_variables()),
         small_pages=huge_pages.refused(),
         address_space_bytes=_address_space(),
@@ -164,18 +164,14 @@ def _torch() -> Torch:
     return Torch(version, found.patch, found.exact, *names, None, hooks.self_check(), cuda)
 
 
-def _options() -> tuple[tuple[Option, ...], Config, str | None]:
-    """Return the options with their sources; the defaults if one of them is impossible."""
-    problem = None
-    try:
-        current = config.current()
-    except ConfigError as error:
-        current, problem = Config(), str(error)
+def _options() -> tuple[tuple[Option, ...], Config]:
+    """Return the options with their sources."""
+    current = config.current()
     options = tuple(
-        Option(name, getattr(current, name), "default" if problem else config.origin_of(name))
+        Option(name, getattr(current, name), config.origin_of(name))
         for name in (field.name for field in dataclasses.fields(Config))
     )
-    return options, current, problem
+    return options, current
 
 
 def _boot() -> Boot:
@@ -256,10 +252,12 @@ def _about_options(found: Diagnosis, options: Config) -> Iterator[Finding]:
     lacks = status.missing if status is not None else f"there is no engine {found.engine!r}"
     if lacks is not None:
         fix = f"change {found.engine_source}; engine `threads` runs everywhere"
-        yield _fails(f"saves will fail: {lacks}", fix)
-    if found.options_problem is not None:
-        fix = "correct or unset the variable"
-        yield _fails(f"saves will fail: {found.options_problem}", fix)
+        if found.engine_source in os.environ:
+            yield _slow(f"engine `threads` is used: {lacks}", fix)
+        else:
+            yield _fails(f"saves will fail: {lacks}", fix)
+    for variable in found.refused_variables:
+        yield _slow(f"{variable}; it is not used", "correct or unset the variable")
     if found.unknown_variables:
         known = ", ".join(f"FASTSERIAL_{option.name.upper()}" for option in found.options)
         names = ", ".join(found.unknown_variables)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fastserial.config import Config, refuse_variable
 from fastserial.errors import EngineUnavailableError
 from fastserial.interrupts import finish
 from fastserial.memory.buffers import Buffer, BufferPool
@@ -217,13 +218,32 @@ def capabilities_of(make: EngineFactory) -> Capabilities:
     return found if isinstance(found, Capabilities) else Capabilities()
 
 
+def factory_of(engine: str | EngineFactory) -> EngineFactory:
+    """Return what makes an engine, which may be given by its name.
+
+    If one that the environment names cannot run here, that is a warning, and the default engine is
+    made.
+
+    Raises:
+        EngineUnavailableError: there is no such engine, or it cannot run here; with the reason.
+    """
+    if not isinstance(engine, str):
+        return engine
+    try:
+        return load(engine)
+    except EngineUnavailableError as error:
+        if not refuse_variable("engine", engine, str(error)):
+            raise
+        return factory_of(Config().engine)
+
+
 def create(engine: str | EngineFactory, threads: int) -> Engine:
-    """Return a new engine from a name or a factory.
+    """Return a new engine, as `factory_of`.
 
     Raises:
         EngineUnavailableError: it cannot run here; with the reason.
     """
-    return load(engine)(threads) if isinstance(engine, str) else engine(threads)
+    return factory_of(engine)(threads)
 
 
 def start(engine: Engine, count: int, nbytes: int, pool: BufferPool | None = None) -> BufferPool:

@@ -69,7 +69,8 @@ def install(*, strict: bool = False, **options: Any) -> bool:
         fastserial.install(durable=False)
 
     May be called again and from any thread; it imports torch. If no patch fits the installed
-    torch, torch stays stock and one warning says why.
+    torch, torch stays stock and one warning says why. What cannot be used of the environment is
+    named by a warning, and everything else stays in force.
 
     Args:
         strict: raise instead of warning.
@@ -78,10 +79,10 @@ def install(*, strict: bool = False, **options: Any) -> bool:
 
     Raises:
         PatchError: `strict`, and the installed torch cannot be patched.
-        ConfigError: an option or environment variable has an unknown name or an impossible value.
+        ConfigError: an option has an unknown name or an impossible value.
         EngineUnavailableError: there is no such engine, or it cannot run here.
     """
-    from fastserial import config
+    from fastserial import config, engines
 
     # report wrong options now, not hours later at the first checkpoint
     chosen = config.current(**options)
@@ -89,10 +90,7 @@ def install(*, strict: bool = False, **options: Any) -> bool:
         from fastserial.patching import safetensors_hooks
 
         safetensors_hooks.switch_on()
-    if isinstance(chosen.engine, str):
-        from fastserial import engines
-
-        engines.load(chosen.engine)
+    engines.factory_of(chosen.engine)
     config.set_installed(**options)
     reason = switch_on(strict)
     if reason is not None:

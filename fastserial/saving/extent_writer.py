@@ -33,7 +33,7 @@ from fastserial.engines import (
     Request,
     capabilities_of,
     create,
-    load,
+    factory_of,
     start,
 )
 from fastserial.errors import EngineError
@@ -134,7 +134,7 @@ def choose_route(fd: int, files: Descriptors, config: Config, expected: int | No
     if expected is not None:
         blocks = max(1, -(-expected // config.block_size))
         depth, threads = min(blocks, depth), min(blocks, threads)
-    engine = load(config.engine) if isinstance(config.engine, str) else config.engine
+    engine = factory_of(config.engine)
     found = DirectFile(-1)
     kind: _RouteKind = "cached"
     if config.never_direct:

@@ -156,7 +156,7 @@ def test_nothing_to_find(healthy: Diagnosis) -> None:
         ({"torch": Torch("2.13.0", "v2.13", True, ("a", "b"), ("b",))}, "replaced b", True),
         ({"engine": "warp"}, "warp", "fails"),
         ({"engine": "x", "engines": (EngineStatus("x", "no libx"),)}, "no libx", "fails"),
-        ({"options_problem": "FASTSERIAL_DIRECT: what?"}, "FASTSERIAL_DIRECT", "fails"),
+        ({"refused_variables": ("FASTSERIAL_DIRECT: what?",)}, "FASTSERIAL_DIRECT", True),
         ({"unknown_variables": ("FASTSERIAL_X",)}, "FASTSERIAL_X", False),
         ({"small_pages": "the kernel says never"}, "huge pages", True),
         ({"address_space_bytes": 1 << 33}, "address space", True),

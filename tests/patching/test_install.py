@@ -315,6 +315,31 @@ def test_trouble_at_the_start_stays_a_warning(site: str) -> None:
     )
 
 
+@pytest.mark.parametrize("value", ["2", "enable"])
+def test_a_value_that_is_neither_on_nor_off_is_named(site: str, value: str) -> None:
+    scene = ("at_the_import_of_torch", "False", value)
+    for flags in ((), ("-W", "error")):
+        run("starting", *scene, flags=flags, PYTHONPATH=site, FASTSERIAL=value)
+
+
+def test_a_bad_value_of_one_variable_leaves_the_rest_on(site: str) -> None:
+    scene = ("at_the_import_of_torch", "True", "FASTSERIAL_CACHE")
+    environment = {"FASTSERIAL": "1", "FASTSERIAL_CACHE": "kep"}
+    for flags in ((), ("-W", "error")):
+        run("starting", *scene, flags=flags, PYTHONPATH=site, **environment)
+
+
+@pytest.mark.parametrize("value", ["2", "enable"])
+def test_auto_names_a_value_that_is_neither_on_nor_off(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTSERIAL", value)
+    monkeypatch.delitem(sys.modules, "fastserial.auto", raising=False)
+    with pytest.warns(UserWarning, match=f"FASTSERIAL={value} is neither on nor off"):
+        importlib.import_module("fastserial.auto")
+    assert fastserial.installed()
+
+
 @pytest.mark.parametrize(("value", "installs"), [("", True), ("0", False)])
 def test_auto(value: str, installs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTSERIAL", value)

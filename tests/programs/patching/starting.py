@@ -7,10 +7,13 @@ import sys
 import warnings
 
 
-def at_the_import_of_torch(wanted: str) -> None:
+def at_the_import_of_torch(wanted: str, named: str = "") -> None:
     assert "torch" not in sys.modules
-    assert ("fastserial" in sys.modules) is (wanted == "True")
-    import torch  # noqa: F401
+    assert ("fastserial" in sys.modules) is (wanted == "True" or named != "")
+    strict = "error" in sys.warnoptions
+    with warnings.catch_warnings(record=not strict) as found:
+        import torch  # noqa: F401
+    assert strict or any(named in str(one.message) for one in found or ()) is (named != "")
     from support.patched import both
 
     import fastserial
