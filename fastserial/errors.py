@@ -165,6 +165,13 @@ class DistributedError(FastserialError, RuntimeError):
         return f"rank {self.rank}: {self.cause}"
 
 
+class MismatchedCallError(DistributedError):
+    """The ranks of a group made different calls; nothing was saved or loaded by them.
+
+    One of them skipped, repeated or renamed a call. The next call that all ranks make works.
+    """
+
+
 class DistributedConfigError(DistributedError, ConfigError):
     """Options or arguments of a rank are refused."""
 

@@ -47,6 +47,7 @@ from fastserial import config, distributed
 from fastserial.checkpoints.save import write
 from fastserial.console import say
 from fastserial.distributed.onefile.saver import TIMEOUT, Writers
+from fastserial.distributed.ranks.call import call_of
 from fastserial.distributed.ranks.group import collective
 from fastserial.distributed.state.walk import leaves
 from fastserial.engines.deepspeed.aio_op import AioSettings
@@ -181,7 +182,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         """
         group, writers = shared.group, shared.writers
         try:
-            with collective(group, TIMEOUT):
+            with collective(group, TIMEOUT, call_of("DeepSpeed's save", path)):
                 if leaves(state_dict).live:
                     raise ConfigError("it holds a module or an optimizer as an object")
             if self.overlap:

@@ -31,6 +31,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from fastserial import config, distributed
 from fastserial.distributed import FlatShard
 from fastserial.distributed.onefile.saver import TIMEOUT, Writers
+from fastserial.distributed.ranks.call import call_of
 from fastserial.distributed.ranks.group import collective
 from fastserial.errors import ConfigError
 from fastserial.reports import SaveReport
@@ -72,7 +73,7 @@ def save_full(
         raise ValueError("with the optimizer a file holds master weights: leave master=True")
     if client_state and not optimizer:
         raise ValueError("without the optimizer the file is a state dict, without client_state")
-    with collective(None, timeout):
+    with collective(None, timeout, call_of("save_full", path)):
         shards = EngineShards(engine)
         state = shards.weights(master)
         if optimizer:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from fastserial.config import current
 from fastserial.distributed import save
 from fastserial.distributed.onefile.saver import TIMEOUT
+from fastserial.distributed.ranks.call import call_of
 from fastserial.distributed.ranks.group import collective
 from fastserial.files.durable import make_folder
 from fastserial.integrations.lightning import TRAINER, local_path, stock_class
@@ -79,7 +80,7 @@ class FastModelParallelStrategy(_Strategy):  # type: ignore[misc]
             make_folder(os.path.dirname(local), current().durable)
             return local
 
-        with collective(None, TIMEOUT) as ranks:
+        with collective(None, TIMEOUT, call_of("save_checkpoint", path)) as ranks:
             local = ranks.decide(None, local_for)  # as rank 0 sees it
         if local is not None:
             save(checkpoint, local)

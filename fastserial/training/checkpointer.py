@@ -594,13 +594,9 @@ def _ranks_of(
     import torch.distributed
 
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        count = os.environ.get("WORLD_SIZE", "")
-        if "RANK" in os.environ and count.isdecimal() and int(count) > 1:
-            raise ConfigError(
-                f"this is one of {count} processes (WORLD_SIZE), and each would save its own state "
-                "to the same files: call torch.distributed.init_process_group() before. A process "
-                "that is to save alone removes WORLD_SIZE from os.environ"
-            )
+        from fastserial.distributed.ranks.call import refuse_unconnected_rank
+
+        refuse_unconnected_rank()
         return SingleProcess(weights_only)
     alone = torch.distributed.get_world_size(group) == 1
     if alone and not weights_only:

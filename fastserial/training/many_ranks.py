@@ -21,6 +21,7 @@ from fastserial.checksums import check_crc, crc32
 from fastserial.config import options
 from fastserial.distributed.onefile.background import start_save
 from fastserial.distributed.onefile.calls import load
+from fastserial.distributed.ranks.call import Call
 from fastserial.distributed.ranks.group import Traffic, collective
 from fastserial.distributed.sharding.file_index import index_of_file
 from fastserial.distributed.sharding.flat_shard import FlatShard
@@ -79,7 +80,7 @@ class ManyRanks(SingleProcess):
         self._group = group
         self._timeout = timeout
         self._merge = merge
-        with self.together(users_code=False) as ranks:
+        with self.together("Checkpointer", users_code=False) as ranks:
             self.rank, self.count = ranks.rank, ranks.size
         self.is_main = self.rank == 0
         self._warned_of_refused = not self.is_main  # values are rank 0's
@@ -87,8 +88,10 @@ class ManyRanks(SingleProcess):
         self._next = 1
         self._last = (0, perf_counter())
 
-    def together(self, users_code: bool = True) -> AbstractContextManager[Traffic]:
-        return collective(self._group, self._timeout, _USE, theirs=users_code)
+    def together(
+        self, call: str = "Checkpointer", users_code: bool = True
+    ) -> AbstractContextManager[Traffic]:
+        return collective(self._group, self._timeout, Call(call), _USE, theirs=users_code)
 
     def _start(self, state: dict[str, Any], job: SaveJob, base: str | None) -> PendingSave:
         return start_save(
@@ -110,21 +113,10 @@ class ManyRanks(SingleProcess):
         return inner if is_live(inner) else state_of(value)
 
     def _own_entry(self, job: SaveJob, data: bytes, ranks: Any) -> dict[str, Any]:
-        """Check that all ranks save the same step; return rank 0's entry of the Checkpointer.
-
-        Each rank adds the row with its values.
-        """
-
-        def decision(each: list[tuple[int, int]]) -> tuple[int, dict[str, Any]]:
-            steps, sizes = zip(*each, strict=True)
-            for rank, other in enumerate(steps):
-                if other != steps[0]:
-                    raise ranks.fail(rank, f"it saves step {other}, rank 0 step {steps[0]}")
-            return max(sizes), job.own
-
+        """Return rank 0's entry of the Checkpointer; each rank adds the row with its values."""
         nbytes: int
         own: dict[str, Any]
-        nbytes, own = ranks.decide((job.own["step"], len(data)), decision)
+        nbytes, own = ranks.decide(len(data), lambda sizes: (max(sizes), job.own))
         if nbytes:
             shape, start = (self.count, nbytes), self.rank * nbytes
             own["ranks"] = FlatShard(shape, torch.uint8, start, nbytes, row_of(data, nbytes))
@@ -145,13 +137,13 @@ class ManyRanks(SingleProcess):
                 )
             return sorted((step for step, _ in common), reverse=True)
 
-        with self.together(users_code=False) as ranks:
+        with self.together("Checkpointer.resume", users_code=False) as ranks:
             found: list[int] = ranks.decide((folder.path, folder.sizes()), decision)
             return found
 
     def read(self, wanted: ResumeRequest, path: str) -> tuple[dict[str, Any], NameDifference]:
         objects, rename = wanted.objects, wanted.rename
-        with self.together(users_code=False) as ranks:
+        with self.together("Checkpointer.resume", users_code=False) as ranks:
             here = names_here(objects, state_of_module) if wanted.is_partial else set()
 
             def decision(names: list[set[StateName]]) -> tuple[Any, ...]:
@@ -219,7 +211,7 @@ class ManyRanks(SingleProcess):
         return None, names_in(value)
 
     def restore(self, wanted: ResumeRequest, found: dict[str, Any], path: str) -> None:
-        with self.together():
+        with self.together("Checkpointer.resume"):
             super().restore(wanted, found, path)
 
     def asked(self, mine: int) -> int:
@@ -235,7 +227,7 @@ class ManyRanks(SingleProcess):
             pause = max(1, int(_PERIOD / max(each, 1e-6))) if self._calls > 1 else 1
             return functools.reduce(operator.or_, flags), pause
 
-        with self.together(users_code=False) as ranks:
+        with self.together("Checkpointer.save, whose turn it may be", users_code=False) as ranks:
             found, pause = ranks.decide(mine, decision)
         self._next = self._calls + pause
         return int(found)

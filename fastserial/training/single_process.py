@@ -77,12 +77,15 @@ class SingleProcess:
         self.weights_only = weights_only
         self._warned_of_refused = not weights_only
 
-    def together(self, users_code: bool = True) -> AbstractContextManager[Any]:
+    def together(
+        self, call: str = "Checkpointer", users_code: bool = True
+    ) -> AbstractContextManager[Any]:
         """Return a context: what its body raises on one rank is raised on all of them.
 
         Its value has `decide`.
 
         Args:
+            call: what all ranks have to be doing.
             users_code: the body may call the user's code, whose errors are raised as they are.
         """
         return nullcontext(self)
@@ -98,13 +101,13 @@ class SingleProcess:
             ConfigError: another process saves there.
             OSError: the folder cannot be created.
         """
-        with self.together(users_code=False) as ranks:
+        with self.together("Checkpointer.save", users_code=False) as ranks:
             ranks.decide(None, lambda _: folder.lock())
             os.makedirs(folder.path, exist_ok=True)  # a network file system has to look again
 
     def start(self, job: SaveJob) -> PendingSave:
         """Start to save the state of the objects, and the Checkpointer's own entry."""
-        with self.together() as ranks:
+        with self.together(f"Checkpointer.save({job.own['step']})") as ranks:
             state, of_rank = self._state(job, ranks)
             self._warn_of_refused({**state, **of_rank, OWN: None}, job.path)
             base = job.base() if self.is_main else None

@@ -35,7 +35,8 @@ from torch.distributed.checkpoint.planner import (
 
 from fastserial.config import current
 from fastserial.distributed.plan.balance import Assignment, Workload, assign
-from fastserial.distributed.ranks.copies import checksums, differing, ranks_in_words
+from fastserial.distributed.ranks.call import ranks_in_words
+from fastserial.distributed.ranks.copies import checksums, differing
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.pieces import as_dtensor, holding, unloadable
 from fastserial.distributed.state.facts import facts_of

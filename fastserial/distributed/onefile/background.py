@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 from fastserial.distributed.onefile.saver import TIMEOUT, SaveTask, Writers
+from fastserial.distributed.ranks.call import call_of
 from fastserial.distributed.ranks.group import collective, path_of
 from fastserial.memory.held_settings import quick_switches
 from fastserial.overlap import pending
@@ -106,7 +107,8 @@ def start_save(
         traffic.idle.clear()
 
     try:
-        with collective(group, timeout) as traffic, quick_switches():
+        call = call_of("distributed.save_async", path, obj)
+        with collective(group, timeout, call) as traffic, quick_switches():
             check_budget(budget)
             path = path_of(path, obj, "distributed.save_async(obj, path)")
             target = os.path.realpath(path) if "\0" not in path else path

@@ -23,6 +23,7 @@ from fastserial.config import Config
 from fastserial.distributed.onefile.flow import Flow, grids_of, read_odd, targets_of, wanted_of
 from fastserial.distributed.plan.matching import Match, file_leaves, path_name, unused
 from fastserial.distributed.plan.owners import ReadShares, divide_reads
+from fastserial.distributed.ranks.call import call_of
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.reading.part_reader import PartReader
 from fastserial.distributed.sharding.file_index import (
@@ -64,7 +65,8 @@ def load_file(
     task: LoadTask | None = None
     refusal, result = "", None
     try:
-        with collective(group, timeout) as traffic:
+        # Each rank may have a copy of the file, in a folder of its own.
+        with collective(group, timeout, call_of("distributed.load")) as traffic:
             config = config_module.current()
             name = path_of(path, into, "distributed.load(path, into)")
             is_folder = traffic.decide(None, lambda _: is_dcp_folder(name))

@@ -21,6 +21,7 @@ from fastserial.checkpoints.convert import type_name
 from fastserial.config import current
 from fastserial.distributed.onefile.saver import SaveTask, Writers
 from fastserial.distributed.plan.division import FilePlan
+from fastserial.distributed.ranks.call import call_of
 from fastserial.distributed.ranks.group import Traffic, collective, path_of
 from fastserial.distributed.sharding.pieces import as_dtensor, local_of
 from fastserial.distributed.state.states import state_of_module
@@ -119,7 +120,7 @@ def save_folder(
     """Write a model as a folder of safetensors files; see `save`. Collective."""
     began = perf_counter()
     reports: list[SaveReport] = []
-    with collective(group, timeout) as traffic:
+    with collective(group, timeout, call_of("distributed.save", folder)) as traffic:
         path = path_of(folder, obj, "distributed.save(model, folder)")
         config = current()
         if not isinstance(shard_nbytes, int) or shard_nbytes <= 0:

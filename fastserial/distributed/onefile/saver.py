@@ -27,6 +27,7 @@ from fastserial.distributed.onefile.shard_writer import ShardWriter
 from fastserial.distributed.onefile.shared_file import FileIdentity, NewFile, OpenedFile
 from fastserial.distributed.plan.division import FilePlan
 from fastserial.distributed.plan.schedule import Schedule
+from fastserial.distributed.ranks.call import call_of
 from fastserial.distributed.ranks.copies import differing
 from fastserial.distributed.ranks.exchange import Exchange
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
@@ -178,7 +179,7 @@ def save_file(
     began = perf_counter()
     saving: SaveTask | None = None
     try:
-        with collective(group, timeout) as traffic:
+        with collective(group, timeout, call_of("distributed.save", path, obj)) as traffic:
             name = path_of(path, obj, "distributed.save(obj, path)")
             saving = SaveTask(traffic, name, writers, merge, began, base)
             report = saving.run(obj)

@@ -43,12 +43,6 @@ def differing(every: Sequence[Mapping[_Key, int]]) -> dict[_Key, list[int]]:
     return found
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return "rank 1", "ranks 1, 2"; of very many the first ones."""
-    text = ", ".join(map(str, ranks[:_SHOWN])) + (", …" if len(ranks) > _SHOWN else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
-
-
 def checksums(
     tensors: Sequence[torch.Tensor], whole: bool, tick: Callable[[], object] = lambda: None
 ) -> list[int]:

@@ -11,11 +11,13 @@ import atexit
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import pickle
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -24,10 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastserial.distributed.ranks.call import Call, ranks_in_words, refuse_unconnected_rank
 from fastserial.errors import (
     ConfigError,
     DistributedError,
     FastserialError,
+    MismatchedCallError,
     distributed_error,
     distributed_kind,
 )
@@ -38,6 +42,9 @@ _LENGTH = 8  # bytes of the length
 _ALIVE = -1  # instead of a length: the rank is alive, a message follows
 _DATA, _WORDS = 0, 1  # tags: bytes of tensors, messages
 _GRACE = 2.0  # seconds in which a rank that failed says why
+_PATIENCE = 30.0  # seconds after which a rank says what it waits for
+_REMEMBERED = 64  # calls that have ended
+_log = logging.getLogger("fastserial")
 
 # By the job's group of all ranks, and the ranks.
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], Traffic]]
@@ -46,7 +53,12 @@ _made = weakref.WeakKeyDictionary()
 
 @contextlib.contextmanager
 def collective(
-    group: dist.ProcessGroup | None, timeout: float, use: str = "", *, theirs: bool = False
+    group: dist.ProcessGroup | None,
+    timeout: float,
+    call: Call,
+    use: str = "",
+    *,
+    theirs: bool = False,
 ) -> Iterator[Traffic]:
     """Do something on all ranks of a group: if one fails, all raise within seconds. Collective.
 
@@ -55,15 +67,18 @@ def collective(
 
     Args:
         group, timeout, use: as `traffic_of`.
+        call: that all ranks have to make.
         theirs: as `Traffic.together`.
 
     Raises:
         DistributedError: see `Traffic.together`; or a rank does not take part.
-        ConfigError: this process is not in the group.
+        MismatchedCallError: another rank makes another call.
+        ConfigError: this process is not in the group, or in none though there are several.
         RuntimeError: the process group has no store.
     """
-    traffic = traffic_of(group, timeout, use)
+    traffic = traffic_of(group, timeout, call, use)
     with traffic.together(theirs):
+        traffic.meet()
         yield traffic
         traffic.agree()
 
@@ -84,25 +99,30 @@ def path_of(path: Any, other: object, call: str) -> str:
     return text
 
 
-def traffic_of(group: dist.ProcessGroup | None, timeout: float, use: str = "") -> Traffic:
+def traffic_of(
+    group: dist.ProcessGroup | None, timeout: float, call: Call, use: str = ""
+) -> Traffic:
     """Return the connections of a group, made at the first call and after a failure. Collective.
 
     Args:
         group: of the job; None is all of it.
         timeout: seconds after which a rank that is not heard from counts as lost.
+        call: for which they are.
         use: connections of different uses are separate.
 
     A process without a process group is alone.
 
     Raises:
-        ConfigError: this process is not in the group.
+        ConfigError: this process is not in the group; or there is no process group, though
+            several processes were launched together.
         DistributedError: a rank does not take part.
         RuntimeError: the process group has no store.
     """
     if not dist.is_initialized():
+        refuse_unconnected_rank()
         stores: Any = dist
         alone = Traffic((0,), 0, stores.HashStore())
-        alone.begin(timeout)
+        alone.begin(timeout, call)
         return alone
     world: Any = dist.group.WORLD
     key = group if group is not None else world
@@ -119,7 +139,7 @@ def traffic_of(group: dist.ProcessGroup | None, timeout: float, use: str = "") -
         if store is None:
             raise RuntimeError("the process group has no store (MPI); use gloo or NCCL")
         traffic = made[name] = Traffic(ranks, dist.get_rank(key), store, use)
-    traffic.begin(timeout)
+    traffic.begin(timeout, call)
     return traffic
 
 
@@ -142,7 +162,11 @@ class Traffic:
         self.kept: dict[str, object] = {}
         self.idle = threading.Event()
         self.idle.set()
+        self._call = Call("")
         self._calls = 0
+        self._ended: deque[Call] = deque(maxlen=_REMEMBERED)
+        # On rank 0, from ranks that have begun a later call than it.
+        self._early: dict[int, tuple[Call, list[Call]]] = {}
         self._generation = 0
         self._sent: list[list[Any]] = []  # transfers in progress, as the next ones
         self._awaited: list[list[Any]] = []
@@ -154,13 +178,14 @@ class Traffic:
         self._group: Any = None
         self._closed = False
 
-    def begin(self, timeout: float) -> None:
+    def begin(self, timeout: float, call: Call) -> None:
         """Get ready for a collective call. Collective.
 
         Raises:
             DistributedError: it has failed on another rank already.
         """
         self.idle.wait()
+        self._call = call
         self._calls += 1
         self._beats.clear()
         self._last_beat = time.monotonic()
@@ -172,10 +197,11 @@ class Traffic:
                 self._store = _prefixed(prefix, self._job_store)
             if not self._failed():
                 break
-            call, rank, cause, kind = json.loads(bytes(self._store.get(_FAILED)).decode())
+            calls, failed, rank, cause, kind = json.loads(bytes(self._store.get(_FAILED)).decode())
             self._drop()  # connections that broke are never used again, and others may wait here
-            if call >= self._calls:
+            if calls >= self._calls and call.is_same(_call_from(failed)):
                 self._closed = True
+                self._ended.append(call)
                 raise distributed_error(rank, cause, kind)
             self._store = None
             self._generation += 1
@@ -191,16 +217,100 @@ class Traffic:
         make: Any = dist.ProcessGroupGloo
         self._store.set(f"came/{self.rank}", "1")
         try:
-            store = _prefixed("gloo", self._store)
-            made = make(store, self.rank, self.size, _delta(self.timeout))
-            self._wait_for_connected()
-            return made
+            with self._saying(self._not_come):
+                store = _prefixed("gloo", self._store)
+                made = make(store, self.rank, self.size, _delta(self.timeout))
+                self._wait_for_connected()
+                return made
         except RuntimeError as error:
-            for rank in range(self.size):
-                if not self._store.check([f"came/{rank}"]):
-                    text = f"it did not join the save or load within {self.timeout:g} seconds"
-                    raise self.fail(rank, text) from error
+            for rank in self._not_come():
+                text = f"it did not join {self._call} within {self.timeout:g} seconds"
+                raise self.fail(rank, text) from error
             raise self.fail(self.rank, f"it cannot connect to the other ranks: {error}") from error
+
+    def _not_come(self) -> list[int]:
+        """Return the ranks that have not begun to connect."""
+        return [rank for rank in range(self.size) if not self._store.check([f"came/{rank}"])]
+
+    @contextlib.contextmanager
+    def _saying(self, awaited: Callable[[], list[int]]) -> Iterator[None]:
+        """Log, after a while, for which ranks this one waits, and in which call.
+
+        Args:
+            awaited: returns the ranks.
+        """
+        if self.timeout <= _PATIENCE:
+            yield
+            return
+
+        def say() -> None:
+            with contextlib.suppress(RuntimeError):  # of the store
+                _log.warning(
+                    "rank %d has waited for %s for %g seconds, in %s; every rank has to make this "
+                    "call. It fails after %g seconds",
+                    self.rank, ranks_in_words(awaited()), _PATIENCE, self._call, self.timeout,
+                )  # fmt: skip
+
+        timer = threading.Timer(_PATIENCE, say)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def meet(self) -> None:
+        """Find out whether all ranks make the same call. Collective.
+
+        Ranks that make different ones all raise, and so does whoever comes to a call that has
+        ended without it. A rank that is ahead waits for the others.
+
+        Raises:
+            MismatchedCallError: a rank makes another call. The connections stay as they are.
+        """
+        call = self._call
+        if self.size == 1:
+            return
+        ended = list(self._ended)
+        self._ended.append(call)
+        if self.rank:
+            with self._saying(lambda: [0]):
+                self._wait_for(self._post([0], pickle.dumps((call, ended))))
+                self._calls, verdict = pickle.loads(self._begin_get(0)())
+            if verdict is not None:
+                raise MismatchedCallError(*verdict)
+            return
+        met: list[int] = []
+        awaited = list(range(1, self.size))
+        with self._saying(lambda: awaited[:1]):
+            while awaited:
+                rank = awaited[0]
+                theirs, before = self._early.pop(rank, None) or pickle.loads(
+                    self._begin_get(rank)()
+                )
+                if theirs.is_same(call):
+                    met.append(awaited.pop(0))
+                    continue
+                here, there = _is_among(theirs, ended), _is_among(call, before)
+                if here and not there:  # it is late: it alone raises, and comes again
+                    self._answer([rank], (rank, _late(0, theirs, call)))
+                    continue
+                if there and not here:
+                    self._early[rank] = theirs, before
+                    verdict = (0, _late(rank, call, theirs))
+                else:
+                    met.append(rank)
+                    verdict = (
+                        rank,
+                        f"it called {theirs} while rank 0 called {call}. {_SAME_CALLS}",
+                    )
+                self._answer(met, verdict)
+                raise MismatchedCallError(*verdict)
+        self._answer(met, None)
+
+    def _answer(self, ranks: Iterable[int], verdict: tuple[int, str] | None) -> None:
+        """Send the number of this call, and whether the ranks make the same one."""
+        self._wait_for(self._post(ranks, pickle.dumps((self._calls, verdict))))
 
     def _wait_for_connected(self) -> None:
         """Wait until the others have their connections, too.
@@ -227,10 +337,10 @@ class Traffic:
         Args:
             kind: of the error, see `distributed_kind`.
         """
-        text = json.dumps([self._calls, rank, cause, kind])
+        text = json.dumps([self._calls, self._call, rank, cause, kind])
         with contextlib.suppress(RuntimeError):  # the store's host may be the one that died
             stored = self._store.compare_set(_FAILED, "", text)
-            _, rank, cause, kind = json.loads(bytes(stored).decode())
+            _, _, rank, cause, kind = json.loads(bytes(stored).decode())
         self._closed = True
         self._finish_sending()
         self._drop()
@@ -254,6 +364,7 @@ class Traffic:
         self._sent.clear()
         self._awaited.clear()
         self._beats.clear()
+        self._early.clear()
         self._group = None
 
     def send(self, rank: int, data: torch.Tensor) -> Callable[[], None]:
@@ -312,6 +423,8 @@ class Traffic:
         """
         try:
             yield
+        except MismatchedCallError:
+            raise
         except DistributedError as error:
             if not self._closed:  # it is of other connections
                 self.fail(error.rank, error.cause, distributed_kind(error))
@@ -411,6 +524,26 @@ class Traffic:
             return bool(self._store.check([_FAILED]))
         except RuntimeError:  # the store's host may be the one that died
             return True
+
+
+_SAME_CALLS = "Every rank has to make the same calls in the same order"
+
+
+def _is_among(call: Call, calls: Iterable[Call]) -> bool:
+    return any(call.is_same(one) for one in calls)
+
+
+def _late(other: int, call: Call, now: Call) -> str:
+    """Return why a rank's call has no partner."""
+    return (
+        f"it called {call}, which has ended on rank {other}: that one called {now}. {_SAME_CALLS}"
+    )
+
+
+def _call_from(found: list[Any]) -> Call:
+    """Return a call from its JSON."""
+    name, path, target, steps = found
+    return Call(name, path, target, tuple(steps))
 
 
 def _first(length: int, message: bytes) -> torch.Tensor:

@@ -16,7 +16,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from fastserial.config import Config
-from fastserial.distributed.ranks.copies import checksums, differing, ranks_in_words
+from fastserial.distributed.ranks.call import ranks_in_words
+from fastserial.distributed.ranks.copies import checksums, differing
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.state.merging import leaf_of
 from fastserial.distributed.state.tables import StateTable, difference
