@@ -6,6 +6,7 @@ import random
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 
 from fastserial.distributed.plan.division import GRAIN, FilePlan, cover_of
@@ -55,7 +56,7 @@ def random_plan(chance: random.Random, size: int) -> tuple[FilePlan, list[Tensor
             specs.append(spec)
         at += nbytes
     writers = ranks if chance.random() < 0.7 else sorted(chance.sample(ranks, 1))
-    return FilePlan(at + 50, records, writers), specs
+    return FilePlan(at + 50, records, writers, cuts_replicas=chance.random() < 0.5), specs
 
 
 def has(spec: TensorSpec, size: int, rank: int, piece: FileRange) -> bool:
@@ -133,18 +134,61 @@ def test_all_of_the_file_once() -> None:
     assert moved > 100 * GRAIN
 
 
-def test_equal_shares() -> None:
-    """Of what several hold, and of what one holds alone beyond its share."""
-    replica = TensorSpec((40 * GRAIN,), torch.uint8, None)
-    for count in (10, 90):
-        alone = TensorSpec((count * GRAIN,), torch.uint8, Flat(((1, 0, count * GRAIN),)))
-        records = [(0, 0, GRAIN, replica.nbytes), (1, 1, 41 * GRAIN, alone.nbytes)]
-        for writers in ([0, 1, 2], [1, 2]):
-            plan = FilePlan((41 + count) * GRAIN, records, writers)
-            check(plan, [replica, alone], 3, GRAIN)
-            made = [Schedule(plan, [replica, alone], rank, 3, GRAIN) for rank in writers]
-            blocks = [one.nbytes // GRAIN for one in made]
-            assert max(blocks) - min(blocks) <= 1
+REPLICA = TensorSpec((40 * GRAIN,), torch.uint8, None)
+
+
+@pytest.mark.parametrize("writers", [[0, 1, 2], [1, 2]])
+def test_replicas_that_were_compared_are_divided(writers: list[int]) -> None:
+    alone = TensorSpec((10 * GRAIN,), torch.uint8, Flat(((1, 0, 10 * GRAIN),)))
+    records = [(0, 0, GRAIN, REPLICA.nbytes), (1, 1, 41 * GRAIN, alone.nbytes)]
+    plan = FilePlan(51 * GRAIN, records, writers, cuts_replicas=True)
+    # the container's own block is rank 0's
+    assert check(plan, [REPLICA, alone], 3, GRAIN) == (0 if 0 in writers else GRAIN)
+    made = [Schedule(plan, [REPLICA, alone], rank, 3, GRAIN) for rank in writers]
+    blocks = [one.nbytes // GRAIN for one in made]
+    assert max(blocks) - min(blocks) <= 1
+
+
+@pytest.mark.parametrize("writers", [[0, 1, 2], [1, 2]])
+def test_replicas_that_were_sampled_stay_whole(writers: list[int]) -> None:
+    """And are taken from one writer after the other."""
+    count = 6
+    records = [(n, n, (1 + 40 * n) * GRAIN, REPLICA.nbytes) for n in range(count)]
+    plan = FilePlan((1 + 40 * count) * GRAIN, records, writers)
+    assert check(plan, [REPLICA] * count, 3, GRAIN) == (0 if 0 in writers else GRAIN)
+    made = {rank: Schedule(plan, [REPLICA] * count, rank, 3, GRAIN) for rank in writers}
+    sources = {
+        rank: {piece.source for piece in one.own_pieces() if piece.source >= 0}
+        for rank, one in made.items()
+    }
+    assert sorted(source for some in sources.values() for source in some) == list(range(count))
+    assert {len(some) for some in sources.values()} == {count // len(writers)}
+
+
+def test_nothing_travels_that_a_writer_alone_has() -> None:
+    alone = TensorSpec((90 * GRAIN,), torch.uint8, Flat(((1, 0, 90 * GRAIN),)))
+    plan = FilePlan(91 * GRAIN, [(0, 0, GRAIN, alone.nbytes)], [0, 1, 2])
+    assert not check(plan, [alone], 3, GRAIN)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_rows_are_of_one_replica(axis: int) -> None:
+    """Of HSDP: the shards of a tensor are taken from the same replica of the mesh."""
+    splits = [Split(None), Split(0)]
+    mesh = Mesh((2, 2), ((0, 1, 2, 3),), tuple(splits if axis == 0 else reversed(splits)))
+    replicas = [{0, 1}, {2, 3}] if axis == 0 else [{0, 2}, {1, 3}]
+    specs = [TensorSpec((8, GRAIN), torch.uint8, mesh)] * 4
+    records = [(n, n, (1 + 8 * n) * GRAIN, specs[n].nbytes) for n in range(4)]
+    plan = FilePlan(33 * GRAIN, records, [0, 1, 2, 3])
+    assert not check(plan, specs, 4, GRAIN)
+    made = [Schedule(plan, specs, rank, 4, GRAIN) for rank in range(4)]
+    for number in range(4):
+        have = {
+            rank
+            for rank, one in enumerate(made)
+            if any(piece.source == number for piece in one.own_pieces())
+        }
+        assert have == replicas[number % 2]
 
 
 def test_boxes_side_by_side_are_no_run() -> None:

@@ -335,19 +335,20 @@ class FastSavePlanner(DefaultSavePlanner):
         facts: Any = facts_of(list(tensors), list(tensors.values()))
         if any(hasattr(one, "__create_write_items__") for one in others.values()):
             facts = None  # only they know what they consist of
+        compare = current().compare
         may_cut = dist.is_initialized() and not self.dedup_save_to_lowest_rank
         if facts is not None:
-            facts = [facts, list(others), self.mappings, may_cut]
+            facts = [facts, list(others), self.mappings, may_cut, compare]
             if facts == _last.facts:
                 return _last
-        shown = self.state_dict = _with_shards(state, self._meshes)
+        self.state_dict = _with_shards(state, self._meshes)
         try:
             plan = super().create_local_plan()
         finally:
             self.state_dict = state
         plain = [key for key, one in tensors.items() if _is_plain(one)]
-        sharded = [key for key, one in shown.items() if isinstance(one, HeldShards)]
-        whole = state.keys() - {*plain, *sharded}
+        # Only what is compared in whole may be divided.
+        whole = state.keys() - {*(plain if compare == "all" else ())}
         message = pickle.dumps((replace(plan, items=_sharing(plan.items)), whole))
         compared = [key for key in plain if may_cut and tensors[key].nbytes >= SHARED_FROM]
         return _OwnPlan(facts, message, compared)

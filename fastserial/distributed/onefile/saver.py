@@ -74,7 +74,7 @@ class StateSummary(NamedTuple):
     ranges: list[tuple[int, int, int]]
     grids: list[Grids]
     digest: bytes
-    sums: dict[int, int]
+    sums: dict[tuple[int, int], int]
 
 
 class SaveDecision(NamedTuple):
@@ -328,6 +328,7 @@ class SaveTask:
         alignment = storage_alignment() if self.container == "zip" else 16
         nodes = [one.node for one in found]
         plan = self._laid_out.file_plan(writing_ranks(self._writers, nodes, alignment))
+        plan = plan._replace(cuts_replicas=self.config.compare == "all")
         self._new = NewFile(self.path, self.config)
         file = self._new.resize(self._laid_out.nbytes)
         if self._base is None:

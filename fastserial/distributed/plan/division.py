@@ -1,8 +1,11 @@
 """Which rank writes which blocks of the file: those that it holds first, else equally many each.
 
 The file is cut at multiples of `GRAIN`, so that no page is written by two ranks. What one writer
-has it writes, up to its share. `balance` divides the rest: what several have, what lies between the
-parts of several ranks, what no writer has, and what is beyond a share.
+has it writes. `balance` divides the rest: what lies between the parts of several ranks, and what no
+writer has.
+
+Of replicas, one is taken for each tensor, as a whole: ranks whose replicas differ unnoticed must
+not make a tensor of rows of both. Only if all bytes of the replicas were compared are they divided.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from math import lcm
 from typing import NamedTuple
 
 from fastserial.distributed.plan.balance import Workload, assign
@@ -29,12 +33,28 @@ class FilePlan(NamedTuple):
             source below 0 is one that rank 0 alone has.
         writers: the ranks that write, in order.
         checksums: whether the file has CRC-32s.
+        cuts_replicas: whether what several ranks have may be divided among them.
     """
 
     nbytes: int
     records: list[tuple[int, int, int, int]]
     writers: list[int]
     checksums: bool = True
+    cuts_replicas: bool = False
+
+    def cover(self, source: int, spec: TensorSpec, size: int) -> Cover:
+        """Return which ranks hold what of a tensor, as far as they may write it.
+
+        Args:
+            source: its number: replicas of consecutive tensors are taken from different ranks.
+            size: of the group.
+        """
+        if self.cuts_replicas:
+            return cover_of(spec.shape, spec.held, size)
+        # What rows of one tensor are taken from must not depend on who writes.
+        able = () if isinstance(spec.held, Mesh) else tuple(self.writers)
+        replica = source % lcm(size, len(self.writers))  # few different ones: covers are kept
+        return cover_of(spec.shape, spec.held, size, replica, able)
 
 
 class HeldBox(NamedTuple):
@@ -71,14 +91,38 @@ class Cover(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
-def cover_of(shape: tuple[int, ...], holders: Mesh | Flat | None, size: int) -> Cover:
+def cover_of(
+    shape: tuple[int, ...],
+    holders: Mesh | Flat | None,
+    size: int,
+    replica: int | None = None,
+    writers: tuple[int, ...] = (),
+) -> Cover:
     """Return which ranks hold what of a tensor in a group of `size` ranks (`TensorSpec.held`).
+
+    Args:
+        replica: of what several ranks have, only one is named: the one of this number, counted
+            round. Along a mesh it is the same replica for all boxes. None: all are named.
+        writers: of the ranks that have something, one of these is named, if there is one.
 
     Raises:
         ValueError: nobody holds some of it.
     """
+
+    def named(ranks: Sequence[int]) -> list[int]:
+        """Return which of the ranks that have something are named."""
+        if replica is None:
+            return list(ranks)
+        able = [rank for rank in ranks if rank in writers] or list(ranks)
+        return [able[replica % len(able)]]
+
     whole = Box((0,) * len(shape), shape)
-    segments = _segments_of_ranges(holders) if isinstance(holders, Flat) else None
+    segments: list[Segment] | None = None
+    if isinstance(holders, Flat):
+        segments = [
+            segment._replace(ranks=tuple(named(segment.ranks)))
+            for segment in _segments_of_ranges(holders)
+        ]
     boxes: dict[Box, list[int]] = {}
     for first, stop, ranks, _ in segments or ():
         boxes |= {box: list(ranks) for box in boxes_of_range(shape, first, stop)}
@@ -94,7 +138,10 @@ def cover_of(shape: tuple[int, ...], holders: Mesh | Flat | None, size: int) -> 
         boxes[whole] = list(range(size))
     if sum(box.numel for box in boxes) != whole.numel:
         raise ValueError("the shards of all ranks do not make the whole tensor")
-    held = [HeldBox(box, tuple(sorted(some)), *span_of(shape, box)) for box, some in boxes.items()]
+    held = [
+        HeldBox(box, tuple(sorted(named(some))), *span_of(shape, box))
+        for box, some in boxes.items()
+    ]
     return Cover(tuple(held), tuple(segments or _segments_of_boxes(shape, held)))
 
 
@@ -156,8 +203,7 @@ def owned_ranges(plan: FilePlan, specs: Sequence[TensorSpec], size: int) -> list
         ValueError: nobody holds some of a tensor.
     """
     writers = tuple(plan.writers)
-    share = -(-plan.nbytes // GRAIN // len(writers))
-    left = dict.fromkeys(writers, share)  # blocks that a writer still gets of what it alone has
+    load = [0] * size  # bytes of what each rank alone has
     found: list[OwnedRange] = []
     items: list[Segment] = []
     work: list[Workload] = []
@@ -167,17 +213,13 @@ def owned_ranges(plan: FilePlan, specs: Sequence[TensorSpec], size: int) -> list
         found.append(OwnedRange(first * GRAIN, end, owner, ranks))
 
     for first, stop, ranks, as_stored in _blocks(_segments_of_file(plan, specs, size)):
-        owners = ranks if len(writers) == size else tuple([r for r in ranks if r in left])
-        if len(owners) == 1 and left[owners[0]]:
-            middle = min(stop, first + left[owners[0]])
-            left[owners[0]] -= middle - first
-            own(first, middle, owners[0], () if as_stored else ranks)
-            first = middle
-        if first < stop:
-            able = owners if len(owners) > 1 else ()
-            items.append(Segment(first, stop, ranks, as_stored and bool(able)))
-            work.append(Workload((stop - first) * GRAIN, able or writers, stop - first))
-    load = [(share - left.get(rank, share)) * GRAIN for rank in range(size)]
+        owners = ranks if len(writers) == size else tuple([r for r in ranks if r in writers])
+        if len(owners) == 1:
+            load[owners[0]] += (stop - first) * GRAIN
+            own(first, stop, owners[0], () if as_stored else ranks)
+        else:
+            items.append(Segment(first, stop, ranks, as_stored and bool(owners)))
+            work.append(Workload((stop - first) * GRAIN, owners or writers, stop - first))
     for number, owner, begin, end in assign(work, size, load):
         first, _, ranks, as_stored = items[number]
         own(first + begin, first + end, owner, () if as_stored else ranks)
@@ -195,7 +237,7 @@ def _segments_of_file(plan: FilePlan, specs: Sequence[TensorSpec], size: int) ->
             continue
         spec = specs[source]
         item = spec.dtype.itemsize
-        for first, stop, ranks, as_stored in cover_of(spec.shape, spec.held, size).segments:
+        for first, stop, ranks, as_stored in plan.cover(source, spec, size).segments:
             yield Segment(offset + first * item, offset + stop * item, ranks, as_stored)
     yield Segment(at, plan.nbytes + -plan.nbytes % GRAIN, (0,))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from fastserial.distributed.plan.division import FilePlan, cover_of, owned_ranges
+from fastserial.distributed.plan.division import FilePlan, owned_ranges
 from fastserial.distributed.sharding.boxes import Box, within
 from fastserial.distributed.sharding.pieces import TensorSpec
 
@@ -181,7 +181,7 @@ class Schedule:
         spec = self._specs[piece.source]
         item = spec.dtype.itemsize
         first, stop = piece.start // item, (piece.start + piece.length) // item
-        for box, ranks, begin, end in cover_of(spec.shape, spec.held, self._size).held:
+        for box, ranks, begin, end in self._plan.cover(piece.source, spec, self._size).held:
             if begin < stop and first < end:
                 for part in _parts(spec.shape, box, first, stop):
                     yield box, part, ranks

@@ -23,7 +23,8 @@ class Call(NamedTuple):
 
     Attributes:
         name: of the function.
-        path: as the user gave it; empty if the call has none, or each rank may give its own.
+        path: as the user gave it; empty if each rank may give its own, or if it is none: then
+            only that rank's own error says so.
         target: the absolute path.
         steps: what the state says of the step, such as `step=100`.
     """
@@ -41,6 +42,8 @@ class Call(NamedTuple):
         """Return whether two ranks make one call: of one kind, for one file, of one step."""
         if (self.name, self.steps) != (other.name, other.steps):
             return False
+        if not (self.path and other.path):
+            return True
         return self.path == other.path or self.target == other.target
 
 
@@ -52,7 +55,7 @@ def call_of(name: str, path: object = "", state: object = None) -> Call:
         path: of the file that all ranks write; empty if each rank may give its own.
         state: what is saved: a step in the outer two levels of its dictionaries is compared.
     """
-    text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else repr(type(path))
+    text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
     try:
         target = os.path.abspath(text) if text else ""
     except OSError:  # the working directory was removed

@@ -17,7 +17,7 @@ from fastserial.distributed.ranks.exchange import as_integers
 from fastserial.formats.tensors import reach
 from fastserial.memory.storages import synchronize
 
-_Key = TypeVar("_Key", int, str)  # of a tensor: its number among the leaves, or its name
+_Key = TypeVar("_Key", tuple[int, int], str)  # of a tensor: its numbers, or its name
 
 # The sample: spots of the same size, the first and the last bytes among them.
 _SPOTS = 8
@@ -25,7 +25,6 @@ _SPOT = 512
 _SAMPLE = _SPOTS * _SPOT
 _WIDEST = 16  # bytes of an element
 _CHUNK = 16 * 1024 * 1024  # bytes that are brought to the host at once to be compared as a whole
-_SHOWN = 8  # ranks that an error names
 
 
 def differing(every: Sequence[Mapping[_Key, int]]) -> dict[_Key, list[int]]:

@@ -56,6 +56,23 @@ class Mesh(NamedTuple):
                 return grid.index(rank)
         return None
 
+    def shard_of(self, rank: int) -> int | None:
+        """Return which shard a rank has: the same number on all ranks that have its replicas.
+
+        None: it has none, or no other rank may have a replica of it.
+        """
+        index = self.index_of(rank)
+        if index is None or (
+            len(self.grids) == 1 and all(one.dim is not None for one in self.splits)
+        ):
+            return None
+        number, step = 0, 1
+        for size, split in zip(reversed(self.shape), reversed(self.splits), strict=True):
+            index, at = divmod(index, size)
+            number += step * at if split.dim is not None else 0
+            step *= size
+        return number
+
     def members(self) -> list[int]:
         """Return all ranks that hold something."""
         return sorted({rank for grid in self.grids for rank in grid if rank >= 0})

@@ -11,14 +11,17 @@ import hashlib
 import marshal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
+
+import torch
 
 from fastserial.config import Config
 from fastserial.distributed.ranks.call import ranks_in_words
 from fastserial.distributed.ranks.copies import checksums, differing
 from fastserial.distributed.ranks.group import Traffic
+from fastserial.distributed.sharding.pieces import Mesh, local_of
 from fastserial.distributed.state.merging import leaf_of
 from fastserial.distributed.state.tables import StateTable, difference
 from fastserial.distributed.state.walk import Leaves
@@ -41,7 +44,7 @@ class _Details(NamedTuple):
     """What a rank sends if something differs; see `Agreement`, `Leaves` and `StateTable`."""
 
     compare: str
-    sums: dict[int, int]
+    sums: dict[tuple[int, int], int]
     others: list[tuple[str, list[str]]]
     rows: list[tuple[Any, ...]]
 
@@ -50,8 +53,8 @@ class Agreement:
     """This rank's side of it.
 
     Attributes:
-        sums: a checksum of each plain tensor that other ranks have, too, by its number among the
-            leaves.
+        sums: a checksum of each tensor or shard that other ranks have, too, by the tensor's
+            number among the leaves and the shard's (of a plain tensor 0).
         digest: of all else that is compared.
     """
 
@@ -64,15 +67,25 @@ class Agreement:
         """
         self._found, self._traffic, self._compare = found, traffic, config.compare
         self._table = table
-        copies = {
-            number: leaf_of(found.values[number])
-            for number in (table.copies if traffic.size > 1 else ())
-        }
-        mine = {number: leaf for number, leaf in copies.items() if leaf is not None}
+        mine = dict(self._replicas()) if traffic.size > 1 else {}
         sums = checksums(list(mine.values()), config.compare == "all", traffic.alive)
         self.sums = dict(zip(mine, sums, strict=True))
         keys = marshal.dumps((config.compare, found.others), 2)
         self.digest = hashlib.sha256(table.digest + keys).digest()
+
+    def _replicas(self) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+        """Yield what this rank has and others should have, too, each with its numbers."""
+        table, values = self._table, self._found.values
+        for number in table.copies:
+            if (leaf := leaf_of(values[number])) is not None:
+                yield (number, 0), leaf
+        for number, source in enumerate(table.of_leaves):
+            held, leaf = table.specs[source].held, leaf_of(values[number])
+            if not isinstance(held, Mesh) or leaf is None:
+                continue
+            shard = held.shard_of(self._traffic.rank)
+            if shard is not None:
+                yield (number, shard), local_of(leaf, self._found.paths[number])
 
     def settle(self) -> None:
         """Raise, or warn on rank 0, now that something is known to differ. Collective.
@@ -107,16 +120,19 @@ class Agreement:
                 text = f"it has {_named(lacking)}, which rank 0 does not have; {_GATHER}"
                 return rank, text
         mixed_up = differing([one.sums for one in found])
-        if mixed := [leaf for leaf in mixed_up if self._table.copies[leaf]]:
+        # The replicas of a DTensor are divided only where all their bytes were compared.
+        if mixed := [
+            one for one in mixed_up if self._table.copies.get(one[0], self._compare == "all")
+        ]:
             ranks = mixed_up[mixed[0]]
             first = next(rank for rank, one in enumerate(found) if mixed[0] in one.sums)
-            keys = _named([self._found.paths[leaf] for leaf in mixed])
+            keys = _named(list(dict.fromkeys(self._found.paths[leaf] for leaf, _ in mixed)))
             text = (
-                f"plain tensors differ between rank {first} and {ranks_in_words(ranks)}, which "
-                f"would write them together: {keys}. {_PARTS}"
+                f"tensors that should be equal differ between rank {first} and "
+                f"{ranks_in_words(ranks)}: {keys}. {_PARTS}"
             )
             return ranks[0], text
-        self._warn({self._found.paths[leaf]: ranks for leaf, ranks in mixed_up.items()})
+        self._warn({self._found.paths[leaf]: ranks for (leaf, _), ranks in mixed_up.items()})
         return None
 
     def _warn(self, lost: dict[str, list[int]]) -> None:
@@ -127,7 +143,7 @@ class Agreement:
         if new:
             ranks = ranks_in_words(sorted({rank for key in new for rank in lost[key]}))
             text = (
-                f"plain tensors differ between the lowest rank, whose values the file has, and "
+                f"tensors differ between the lowest rank, whose values the file has, and "
                 f"{ranks}: {_named(new)}. {_PARTS}"
             )
             warnings.warn(text, UserWarning, stacklevel=_level_of_caller())

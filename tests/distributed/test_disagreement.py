@@ -1,0 +1,50 @@
+"""Ranks that make different calls, or hold different tensors: never one file of both."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support import ranks
+
+FULL = os.environ.get("FASTSERIAL_DISTRIBUTED") == "full"
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("count", "calls"), [(2, 200 if FULL else 60), (3, 60 if FULL else 30)])
+def test_a_file_is_of_one_call(count: int, calls: int, tmp_path: Path) -> None:
+    """One rank skips, repeats or renames calls, or makes another one."""
+    out = ranks.run("ranks_disagree", count, "calls", tmp_path, 100 * count, calls)
+    worked, mixed = map(int, out[0].split())
+    assert worked > calls // 3
+    assert mixed == 0
+
+
+def test_calls_that_are_not_compared_are_mixed(tmp_path: Path) -> None:
+    """The control."""
+    ended = ranks.Job("ranks_disagree", 2, "calls", tmp_path, 200, 12, "control").wait()
+    assert any(len(one) > 1 for one in map(_steps, tmp_path.glob("*.pt"))), ended
+
+
+def _steps(path: Path) -> set[int]:
+    found = torch.load(path)
+    return {found["step"], *found["shards"].unique().tolist()}
+
+
+def test_a_tensor_is_what_one_rank_had(tmp_path: Path) -> None:
+    out = ranks.run("ranks_disagree", 4, "tensors", tmp_path, 3, 200 if FULL else 25)
+    mixed, refused = map(int, out[0].split())
+    assert mixed == 0
+    assert refused < (100 if FULL else 12)
+
+
+def test_replicas_that_are_divided_unseen_are_mixed(tmp_path: Path) -> None:
+    """The control: as if all bytes had been compared."""
+    out = ranks.run("ranks_disagree", 4, "tensors", tmp_path, 3, 25, "control")
+    assert int(out[0].split()[0]) > 0
+
+
+def test_all_bytes_are_compared_if_asked_for(tmp_path: Path) -> None:
+    ranks.run("ranks_disagree", 2, "compared", tmp_path)

@@ -1,0 +1,184 @@
+"""Ranks that make different calls, or have different tensors where they should be equal."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import fastserial
+from fastserial import distributed
+from fastserial.distributed.plan.division import FilePlan
+from fastserial.distributed.ranks.group import Traffic
+from fastserial.errors import DistributedError, MismatchedCallError
+
+MIB = 1024 * 1024
+TIMEOUT = 5
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+def state_of(step: int) -> dict[str, Any]:
+    rank, count = dist.get_rank(), dist.get_world_size()
+    part = torch.full((MIB,), step, dtype=torch.int32)
+    return {
+        "shards": distributed.FlatShard((count * MIB,), part.dtype, rank * MIB, MIB, part),
+        "step": step,
+    }
+
+
+def save(step: int, path: Path) -> None:
+    distributed.save(state_of(step), path, timeout=TIMEOUT)
+
+
+def save_async(step: int, path: Path) -> None:
+    distributed.save_async(state_of(step), path, timeout=TIMEOUT).wait()
+
+
+def steps_in(path: Path) -> set[int]:
+    found = torch.load(path)
+    return {found["step"], *found["shards"].unique().tolist()}
+
+
+def calls(folder: str, seed: str, count: str, control: str = "") -> None:
+    """Skip, repeat or rename calls on one rank now and then; print how many calls worked.
+
+    Every file is of one step. A call works that all ranks make, like the two before it.
+    """
+    if control:
+        Traffic.meet = lambda traffic: None  # type: ignore[method-assign]
+    chance, me, size = random.Random(int(seed)), dist.get_rank(), dist.get_world_size()
+    deviations, worked, mixed = [-10], 0, 0
+    for step in range(int(count)):
+        victim, what = -1, ""
+        if chance.random() < 0.3:
+            deviations.append(step)
+            victim = chance.randrange(size)
+            what = chance.choice(["skip"] if control else ["skip", "repeat", "rename", "other"])
+        path = Path(folder, chance.choice(["latest.pt", f"step-{step}.pt"]))
+        call = save if control else chance.choice([save, save_async])
+        if me == victim and what == "rename":
+            path = path.with_name("mine.pt")
+        if me == victim and what == "other":
+            call = save if call is save_async else save_async
+        times = {"skip": 0, "repeat": 2}.get(what, 1) if me == victim else 1
+        for _ in range(times):
+            try:
+                call(step, path)
+            except MismatchedCallError as error:
+                assert step - deviations[-1] <= 2, f"step {step}: {error}"
+                assert str(error).count("distributed.save") == 2, error
+                assert "rank" in str(error)
+            except DistributedError:
+                assert control
+                return
+            else:
+                worked += 1
+                # The next save starts when all ranks want it: nobody replaces the file before.
+                mixed += me == 0 and len(steps_in(path)) > 1
+    print(worked, mixed)
+
+
+# -- replicas --------------------------------------------------------------------------------------
+
+ROWS, COLUMNS = 64, 8192  # int32: 2 MiB
+
+
+def replicas(chance: random.Random, mesh: Any) -> dict[str, torch.Tensor]:
+    """Return tensors of which some rank may have other rows, or one other element."""
+    me, found = dist.get_rank(), {}
+    for number in range(4):
+        whole = torch.arange(ROWS * COLUMNS, dtype=torch.int32).view(ROWS, COLUMNS) + number
+        if chance.random() < 0.7:
+            other = chance.randrange(dist.get_world_size())
+            row, column = chance.randrange(ROWS), chance.randrange(COLUMNS)
+            touched = slice(row, row + chance.choice([1, ROWS]))
+            if me == other:
+                whole[touched, column] += 1000 + other
+        kind = chance.choice(["plain", "replicated", "hsdp"])
+        if kind == "plain":
+            found[f"{number}.plain"] = whole
+        elif kind == "replicated":
+            placements = [Replicate(), Replicate()]
+            found[f"{number}.replicated"] = DTensor.from_local(
+                whole, mesh, placements, run_check=False
+            )
+        else:
+            rows = ROWS // mesh.size(1)
+            first = mesh.get_local_rank(1) * rows
+            part = whole[first : first + rows].clone()
+            found[f"{number}.hsdp"] = DTensor.from_local(
+                part, mesh, [Replicate(), Shard(0)], run_check=False
+            )
+    return found
+
+
+def versions(state: dict[str, torch.Tensor], mesh: Any) -> list[dict[str, torch.Tensor]]:
+    """Return what each replica of the tensors is, as a whole."""
+    mine = {key: one.to_local() if isinstance(one, DTensor) else one for key, one in state.items()}
+    each: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(each, mine)
+    found = []
+    for row in mesh.mesh.tolist():
+        whole = {key: torch.cat([each[rank][key] for rank in row]) for key in mine if "hsdp" in key}
+        found += [{**each[rank], **whole} for rank in row]
+    return found
+
+
+def tensors(folder: str, seed: str, count: str, control: str = "") -> None:
+    """Each tensor of a file is, as a whole, what one rank had; print how often that is not so."""
+    if control:
+        FilePlan.cover = _divided  # type: ignore[method-assign]
+    chance = random.Random(int(seed))
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    mixed = refused = 0
+    for case in range(int(count)):
+        state, path = replicas(chance, mesh), Path(folder, f"{case}.pt")
+        saved = True
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("warnings.warn", lambda *_, **__: None)
+                distributed.save(state, path, timeout=TIMEOUT)
+        except DistributedError as error:
+            assert any(key in str(error) for key in state), error
+            saved, refused = False, refused + 1
+        had = versions(state, mesh)
+        if saved and dist.get_rank() == 0:
+            found = torch.load(path)
+            mixed += sum(
+                not any(torch.equal(whole, one[key]) for one in had) for key, whole in found.items()
+            )
+        dist.barrier()
+        path.unlink(missing_ok=True)
+    print(mixed, refused)
+
+
+def _divided(plan: FilePlan, source: int, spec: Any, size: int) -> Any:
+    from fastserial.distributed.plan.division import cover_of
+
+    return cover_of(spec.shape, spec.held, size)
+
+
+def compared(folder: str) -> None:
+    """`compare="all"` finds what samples miss, also in the replicas of a DTensor."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for kind in ("plain", "replicated"):
+        whole = torch.zeros(ROWS, COLUMNS, dtype=torch.int32)
+        whole[1, 1] = dist.get_rank()
+        if kind == "replicated":
+            whole = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+        path = Path(folder, f"{kind}.pt")
+        distributed.save({kind: whole}, path, timeout=TIMEOUT)
+        with fastserial.options(compare="all"), pytest.raises(DistributedError, match=kind):
+            distributed.save({kind: whole}, path, timeout=TIMEOUT)
+
+
+ranks.main({"calls": calls, "tensors": tensors, "compared": compared})
