@@ -48,3 +48,7 @@ def test_replicas_that_are_divided_unseen_are_mixed(tmp_path: Path) -> None:
 
 def test_all_bytes_are_compared_if_asked_for(tmp_path: Path) -> None:
     ranks.run("ranks_disagree", 2, "compared", tmp_path)
+
+
+def test_shards_of_a_class_of_their_own(tmp_path: Path) -> None:
+    ranks.run("ranks_disagree", 2, "subclasses", tmp_path)

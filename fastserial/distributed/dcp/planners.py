@@ -38,7 +38,7 @@ from fastserial.distributed.plan.balance import Assignment, Workload, assign
 from fastserial.distributed.ranks.call import ranks_in_words
 from fastserial.distributed.ranks.copies import checksums, differing
 from fastserial.distributed.sharding.boxes import Box
-from fastserial.distributed.sharding.pieces import as_dtensor, holding, unloadable
+from fastserial.distributed.sharding.pieces import as_dtensor, holding, is_over_plain, unloadable
 from fastserial.distributed.state.facts import facts_of
 from fastserial.distributed.state.tables import SHARED_FROM
 from fastserial.errors import UnknownPlacementError
@@ -111,11 +111,10 @@ def _shard_item(key: str, data: TensorWriteData) -> WriteItem:
 
 
 def _is_sharded(value: object) -> bool:
-    """Return whether a value is a DTensor over a plain tensor."""
+    """Return whether a value is a DTensor over plain tensors."""
     if as_dtensor(value) is None:
         return False
-    local = getattr(value, "_local_tensor", None)
-    return isinstance(local, torch.Tensor) and not hasattr(local, "__create_write_items__")
+    return is_over_plain(value) and not hasattr(value._local_tensor, "__create_write_items__")
 
 
 def _is_plain(value: object) -> bool:

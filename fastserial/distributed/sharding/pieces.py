@@ -152,6 +152,15 @@ def as_dtensor(leaf: object) -> Any | None:
     return leaf if module is not None and isinstance(leaf, module.DTensor) else None
 
 
+def is_over_plain(sharded: Any) -> bool:
+    """Return whether the shards of a DTensor are plain tensors, which may be read as memory.
+
+    Those of another class (quantized ones, say) may consist of several tensors, or of none.
+    """
+    kind = type(sharded._local_tensor)
+    return kind in _PLAIN or kind.__name__ == "AsyncCollectiveTensor"
+
+
 def holding(
     leaf: object,
     key: str,
@@ -180,6 +189,12 @@ def holding(
         return Holding(spec, leaf.tensor, views(spec, rank, leaf.tensor))
     sharded = as_dtensor(leaf)
     if sharded is not None:
+        if not is_over_plain(sharded):
+            raise LoadMismatchError(
+                f"{key}: its shards are of the class {type(sharded._local_tensor).__name__}, whose "
+                "memory only that class knows; save with torch.distributed.checkpoint, or the "
+                "plain tensors from which it can be made"
+            )
         with torch.no_grad():
             local: torch.Tensor = sharded.to_local()
         # The shards' own type: a DTensor made by hand may say another one.

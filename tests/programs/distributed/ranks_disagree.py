@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from support import ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -17,7 +18,7 @@ import fastserial
 from fastserial import distributed
 from fastserial.distributed.plan.division import FilePlan
 from fastserial.distributed.ranks.group import Traffic
-from fastserial.errors import DistributedError, MismatchedCallError
+from fastserial.errors import DistributedError, LoadMismatchError, MismatchedCallError
 
 MIB = 1024 * 1024
 TIMEOUT = 5
@@ -181,4 +182,69 @@ def compared(folder: str) -> None:
             distributed.save({kind: whole}, path, timeout=TIMEOUT)
 
 
-ranks.main({"calls": calls, "tensors": tensors, "compared": compared})
+# -- subclasses ------------------------------------------------------------------------------------
+
+
+class Pair(torch.Tensor):
+    """As a quantized tensor: two tensors that show themselves as one."""
+
+    @staticmethod
+    def __new__(cls, low: torch.Tensor, high: torch.Tensor) -> Pair:
+        return torch.Tensor._make_wrapper_subclass(cls, low.shape, dtype=torch.float32)  # type: ignore[attr-defined,no-any-return]
+
+    def __init__(self, low: torch.Tensor, high: torch.Tensor) -> None:
+        self.low, self.high = low, high
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["low", "high"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: object) -> Pair:
+        return cls(inner["low"], inner["high"])
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return Pair, (self.low, self.high)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def run(name: str) -> Any:
+            inner = [getattr(one, name) if isinstance(one, Pair) else one for one in args]
+            return func(*inner, **(kwargs or {}))
+
+        low, high = run("low"), run("high")
+        if not isinstance(low, torch.Tensor):
+            return low
+        return args[0] if func is torch.ops.aten.copy_.default else cls(low, high)
+
+
+def subclasses(folder: str) -> None:
+    """Shards of a class of their own: DCP saves and loads them as stock does, others refuse."""
+    mesh, me = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+
+    def made(value: float) -> dict[str, Any]:
+        local = Pair(torch.full((4, 8), value), torch.full((4, 8), -value))
+        return {"x": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
+
+    for call in (distributed.save, distributed.save_async):
+        with pytest.raises(LoadMismatchError, match="x: its shards are of the class Pair"):
+            call(made(1.0), Path(folder, "x.pt"), timeout=TIMEOUT)
+    assert not Path(folder, "x.pt").exists()
+    torch.serialization.add_safe_globals([Pair])
+    ours = {
+        "storage_writer": distributed.FastStorageWriter(f"{folder}/ours"),
+        "planner": distributed.FastSavePlanner(),
+    }
+    for name, how in (("stock", {"checkpoint_id": f"{folder}/stock"}), ("ours", ours)):
+        dcp.save(made(7.0 + me), **how)
+        ranks.alone(lambda: None)
+        reader = {"storage_reader": distributed.FastStorageReader(f"{folder}/{name}")}
+        planner = {"planner": distributed.FastLoadPlanner()}
+        for how in ({"checkpoint_id": f"{folder}/{name}"}, {**reader, **planner}):
+            found = made(0.0)
+            dcp.load(found, **how)
+            local = found["x"]._local_tensor
+            assert torch.equal(local.low, torch.full((4, 8), 7.0 + me))
+            assert torch.equal(local.high, torch.full((4, 8), -7.0 - me))
+
+
+ranks.main({"calls": calls, "tensors": tensors, "compared": compared, "subclasses": subclasses})
