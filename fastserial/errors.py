@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from typing import NamedTuple
 
 
 class FastserialError(Exception):
@@ -147,9 +148,10 @@ class RemoteError(FastserialError, OSError):
 class DistributedError(FastserialError, RuntimeError):
     """A collective save or load failed; every rank of the group raises it.
 
-    It is also a `ConfigError`, `LoadMismatchError` or `FileNotFoundError` if that is what the rank
-    failed with. Errors of code that is not fastserial's, such as a `state_dict()`, are raised
-    unchanged on the rank where they occurred; the other ranks raise this.
+    It is also a `ConfigError`, `LoadMismatchError`, `FileNotFoundError` or `WriteError` if that is
+    what the rank failed with; the last two with `errno` and `filename`. Errors of code that is not
+    fastserial's, such as a `state_dict()`, are raised unchanged on the rank where they occurred;
+    the other ranks raise this.
 
     Attributes:
         rank: the rank in the group that failed first, or that was silent.
@@ -181,32 +183,56 @@ class DistributedMismatchError(DistributedError, LoadMismatchError):
 
 
 class DistributedNotFoundError(DistributedError, FileNotFoundError):
-    """A rank does not see the file. `errno` is set; `cause` names the path."""
+    """A rank does not see the file. Has `errno` and `filename`."""
 
-    def __init__(self, rank: int, cause: str) -> None:
-        super().__init__(rank, cause)
-        self.errno = errno.ENOENT  # an `OSError` took the rank for it
+
+class DistributedWriteError(DistributedError, WriteError):
+    """A rank could not write the file. Has `errno` and `filename`; the previous file is intact."""
 
 
 _DISTRIBUTED: tuple[tuple[type[Exception], type[DistributedError]], ...] = (
     (ConfigError, DistributedConfigError),
     (LoadMismatchError, DistributedMismatchError),
     (FileNotFoundError, DistributedNotFoundError),
+    (WriteError, DistributedWriteError),
 )
 
 
-def distributed_kind(error: BaseException) -> int:
+class ErrorKind(NamedTuple):
+    """What the other ranks need to raise an error as one of its class.
+
+    Attributes:
+        number: of the class; -1 for any other.
+        errno, filename: of an `OSError`.
+    """
+
+    number: int = -1
+    errno: int | None = None
+    filename: str | None = None
+
+
+def distributed_kind(error: BaseException) -> ErrorKind:
     """Return what `distributed_error` needs to raise an error as one of its class elsewhere."""
     for number, (kind, _) in enumerate(_DISTRIBUTED):
         if isinstance(error, kind):
-            return number
-    return -1
+            if not isinstance(error, OSError):
+                return ErrorKind(number)
+            name = error.filename
+            return ErrorKind(number, error.errno, name if isinstance(name, str) else None)
+    return ErrorKind()
 
 
-def distributed_error(rank: int, cause: str, kind: int = -1) -> DistributedError:
+def distributed_error(
+    rank: int,
+    cause: str,
+    kind: ErrorKind = ErrorKind(),  # noqa: B008 (it cannot be changed)
+) -> DistributedError:
     """Return the error of another rank; `kind` as `distributed_kind` returns it."""
-    make = DistributedError if kind < 0 else _DISTRIBUTED[kind][1]
-    return make(rank, cause)
+    make = DistributedError if kind.number < 0 else _DISTRIBUTED[kind.number][1]
+    error = make(rank, cause)
+    if isinstance(error, OSError):  # which took the rank for its errno
+        error.errno, error.filename = kind.errno, kind.filename
+    return error
 
 
 class StorageChangedError(FastserialError, RuntimeError):

@@ -9,6 +9,9 @@ import pytest
 import torch
 from support import ranks
 
+import fastserial
+from fastserial import distributed
+
 FULL = os.environ.get("FASTSERIAL_DISTRIBUTED") == "full"
 pytestmark = pytest.mark.slow
 
@@ -31,6 +34,26 @@ def test_calls_that_are_not_compared_are_mixed(tmp_path: Path) -> None:
 def _steps(path: Path) -> set[int]:
     found = torch.load(path)
     return {found["step"], *found["shards"].unique().tolist()}
+
+
+def test_who_waits_says_for_whom(tmp_path: Path) -> None:
+    ranks.run("ranks_disagree", 2, "waits", tmp_path)
+
+
+@pytest.mark.parametrize("call", ["save", "save_async", "load"])
+def test_ranks_without_a_process_group(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a program under torchrun that does not call `init_process_group`."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    path, state = tmp_path / "x.pt", {"x": torch.ones(3)}
+    torch.save(state, path)
+    before = path.read_bytes()
+    arguments = (path, state) if call == "load" else ({"x": torch.zeros(3)}, path)
+    with pytest.raises(fastserial.ConfigError, match=r"one of 4 processes.*init_process_group"):
+        getattr(distributed, call)(*arguments)
+    assert path.read_bytes() == before
 
 
 def test_a_tensor_is_what_one_rank_had(tmp_path: Path) -> None:

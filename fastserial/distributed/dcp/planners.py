@@ -112,9 +112,10 @@ def _shard_item(key: str, data: TensorWriteData) -> WriteItem:
 
 def _is_sharded(value: object) -> bool:
     """Return whether a value is a DTensor over plain tensors."""
-    if as_dtensor(value) is None:
+    sharded = as_dtensor(value)
+    if sharded is None or not is_over_plain(sharded):
         return False
-    return is_over_plain(value) and not hasattr(value._local_tensor, "__create_write_items__")
+    return not hasattr(sharded._local_tensor, "__create_write_items__")
 
 
 def _is_plain(value: object) -> bool:

@@ -48,10 +48,13 @@ class NewFile:
         """Give the file its size, and return where the other ranks find it.
 
         Raises:
-            OSError: the size is above a limit.
+            WriteError: the size is above a limit.
         """
         self._needed = nbytes
-        os.ftruncate(self.file.fd, nbytes)
+        try:
+            os.ftruncate(self.file.fd, nbytes)
+        except OSError as error:
+            raise self.explained(error) from error
         directory = os.path.dirname(os.path.abspath(self.file.target.path))
         path = os.path.join(directory, self.file.named or "")
         return FileIdentity(path, os.fstat(self.file.fd).st_ino, nbytes)
@@ -60,10 +63,13 @@ class NewFile:
         """Reserve space for all of the file.
 
         Raises:
-            OSError: there is no space.
+            WriteError: there is no space.
         """
         wait_until_free()
-        reserve(self.file.fd, 0, self._needed, self._config)
+        try:
+            reserve(self.file.fd, 0, self._needed, self._config)
+        except OSError as error:
+            raise self.explained(error) from error
 
     def explained(self, error: OSError) -> WriteError:
         """Return a failed system call as an error that names the path and the remedy."""

@@ -30,6 +30,7 @@ from fastserial.distributed.ranks.call import Call, ranks_in_words, refuse_uncon
 from fastserial.errors import (
     ConfigError,
     DistributedError,
+    ErrorKind,
     FastserialError,
     MismatchedCallError,
     distributed_error,
@@ -202,7 +203,7 @@ class Traffic:
             if calls >= self._calls and call.is_same(_call_from(failed)):
                 self._closed = True
                 self._ended.append(call)
-                raise distributed_error(rank, cause, kind)
+                raise distributed_error(rank, cause, ErrorKind(*kind))
             self._store = None
             self._generation += 1
         if self._group is None and self.size > 1:
@@ -329,7 +330,7 @@ class Traffic:
                 raise RuntimeError("another rank did not get its connections")
             time.sleep(0.002)
 
-    def fail(self, rank: int, cause: str, kind: int = -1) -> DistributedError:
+    def fail(self, rank: int, cause: str, kind: ErrorKind | None = None) -> DistributedError:
         """Publish a failure and close the connections; return the error to raise.
 
         The first failure counts: the error may be an older one.
@@ -337,10 +338,12 @@ class Traffic:
         Args:
             kind: of the error, see `distributed_kind`.
         """
+        kind = kind or ErrorKind()
         text = json.dumps([self._calls, self._call, rank, cause, kind])
         with contextlib.suppress(RuntimeError):  # the store's host may be the one that died
             stored = self._store.compare_set(_FAILED, "", text)
-            _, _, rank, cause, kind = json.loads(bytes(stored).decode())
+            _, _, rank, cause, found = json.loads(bytes(stored).decode())
+            kind = ErrorKind(*found)
         self._closed = True
         self._finish_sending()
         self._drop()
@@ -430,7 +433,7 @@ class Traffic:
                 self.fail(error.rank, error.cause, distributed_kind(error))
             raise
         except BaseException as error:
-            kind = -1 if theirs else distributed_kind(error)
+            kind = ErrorKind() if theirs else distributed_kind(error)
             failure = self.fail(self.rank, _in_words(error), kind)
             if isinstance(error, FastserialError | OSError) and not theirs:
                 raise failure from error

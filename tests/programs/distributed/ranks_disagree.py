@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fastserial
 from fastserial import distributed
 from fastserial.distributed.plan.division import FilePlan
+from fastserial.distributed.ranks import group
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.errors import DistributedError, LoadMismatchError, MismatchedCallError
 
@@ -86,6 +89,24 @@ def calls(folder: str, seed: str, count: str, control: str = "") -> None:
                 # The next save starts when all ranks want it: nobody replaces the file before.
                 mixed += me == 0 and len(steps_in(path)) > 1
     print(worked, mixed)
+
+
+def waits(folder: str) -> None:
+    """Rank 1 is late: the other one says so, in its first call and in later ones."""
+    lines: list[str] = []
+    log = logging.getLogger("fastserial")
+    log.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "_PATIENCE", 0.5)
+        for step in (1, 2):
+            lines.clear()
+            if dist.get_rank():
+                time.sleep(1.5)
+            save(step, Path(folder, "late.pt"))
+            # a rank that comes last has not waited
+            assert len(lines) == (dist.get_rank() == 0), lines
+            assert all("rank 1" in line and "late.pt" in line for line in lines), lines
 
 
 # -- replicas --------------------------------------------------------------------------------------
@@ -247,4 +268,5 @@ def subclasses(folder: str) -> None:
             assert torch.equal(local.high, torch.full((4, 8), -7.0 - me))
 
 
-ranks.main({"calls": calls, "tensors": tensors, "compared": compared, "subclasses": subclasses})
+SCENES = (calls, waits, tensors, compared, subclasses)
+ranks.main({scene.__name__: scene for scene in SCENES})

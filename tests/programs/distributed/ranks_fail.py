@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 import fastserial
-from fastserial import Checkpointer, ConfigError, DistributedError, distributed
+from fastserial import Checkpointer, ConfigError, DistributedError, WriteError, distributed
 from fastserial.distributed import FastSavePlanner, FastStorageWriter, FlatShard
 from fastserial.distributed.onefile import shared_file
 from fastserial.distributed.ranks.call import Call
@@ -178,9 +178,13 @@ def states() -> None:
 
 
 def full_disk() -> None:
-    limit = MIB if RANK == 1 else resource.RLIM_INFINITY
-    with file_size_limit(limit):
-        refused(save, 1, "File too large")
+    for rank in (0, 1):  # in its plan, and in its writes
+        limit = MIB if rank == RANK else resource.RLIM_INFINITY
+        with file_size_limit(limit):
+            error = refused(save, rank, "does not allow a file of this size" if rank == 0 else "")
+        assert isinstance(error, WriteError)
+        assert error.errno == errno.EFBIG
+        assert error.filename == str(PATH), error.filename
 
 
 class Interrupted(ThreadsEngine):
