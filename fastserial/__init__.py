@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # what type checkers see of `_HOMES`, below
         EngineUnavailableError as EngineUnavailableError,
         FastserialError as FastserialError,
         LoadMismatchError as LoadMismatchError,
+        MismatchedCallError as MismatchedCallError,
         PatchError as PatchError,
         StorageChangedError as StorageChangedError,
         UnreadableCheckpointError as UnreadableCheckpointError,
@@ -76,7 +77,7 @@ _HOMES = {
     "errors": (
         "CheckpointKeyError CheckpointReplacedError ConfigError ConvertError "
         "CorruptCheckpointError DistributedError EngineUnavailableError FastserialError "
-        "LoadMismatchError PatchError StorageChangedError "
+        "LoadMismatchError MismatchedCallError PatchError StorageChangedError "
         "UnreadableCheckpointError UnreadableTensorError UnsupportedTorchWarning WriteError"
     ),
     "memory.buffers": "free_pinned",

@@ -286,9 +286,9 @@ class FastSavePlanner(DefaultSavePlanner):
         writer = distributed.FastStorageWriter("folder")
         dcp.save({"step": 7}, storage_writer=writer, planner=distributed.FastSavePlanner())
 
-    What several ranks have is written by each of them in equal parts; tensors from 1 MiB on are cut
-    for that. Plain ones are compared in every save (option `compare`); of one that differs between
-    ranks, the first rank's is saved, with a warning.
+    What several ranks have is written by them in turn, so that each has about as many bytes. Plain
+    tensors from 1 MiB on are compared in every save (option `compare`); of one that differs between
+    ranks, the first rank's is saved, with a warning. With `compare="all"` they are cut, too.
 
     A class derived from it that overrides what makes plans (`create_local_plan`,
     `create_global_plan`, `finish_plan`, `lookup_object`) gets those of `DefaultSavePlanner`: ours

@@ -58,9 +58,12 @@ def save(
 
     Raises:
         DistributedError: any rank failed, all raise it; the previous file is intact, unless a
-            rank was lost after the new one took its place. Also if plain tensors differ between
-            ranks that would write them together, if a rank has a key that the file would lack, or
-            if a tensor is sparse, quantized or otherwise none that `load` could fill.
+            rank was lost after the new one took its place. Also if large plain tensors differ
+            between ranks, if a rank has a key that the file would lack, or if a tensor is sparse,
+            quantized or otherwise none that `load` could fill.
+        MismatchedCallError: a rank makes another call, for another path or of another step. One
+            that skipped a call meets the others again in the next one.
+        ConfigError: several processes were launched together, without `init_process_group`.
         Exception: an object cannot be pickled, or a `state_dict()` failed, on this rank.
     """
     if format == "torch":
