@@ -113,7 +113,7 @@ def load_into(
         _refuse_copies(target, state)
     wanted = _tensors(state)
     with FastFileReader(path, config) as reader:
-        checked = verify and refuse_damaged(reader.name, reader.fd, config)
+        checked = verify and refuse_damaged(reader.name, reader.fd, config).fully_checked
         with paused_collection() as pause:
             container = open_readable(DescriptorSource(reader.fd), reader.name)
             fills, left = _match(wanted, container, key, strict, type(target).__name__)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 OK, DAMAGED, CANNOT_TELL = 0, 1, 2
-_STATUS = {"ok": OK, "damaged": DAMAGED, "unreadable": CANNOT_TELL}
+_STATUS = {"ok": OK, "damaged": DAMAGED, "unchecked": CANNOT_TELL, "unreadable": CANNOT_TELL}
 _UNITS = {"dcp": "item", "safetensors": "tensor", "file list": "file"}
 _SHOWN_TENSORS = 3
 
@@ -38,6 +38,9 @@ def verify(
         ),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only what is wrong.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail where checksums do not prove it whole.")
+    ] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that read.")] = None,
 ) -> None:
     """Check every checksum and the structure of checkpoints. Executes nothing in them.
@@ -45,8 +48,8 @@ def verify(
     In a folder, also check that the files named by an index of shards or by
     fastserial_complete.json exist. safetensors and legacy files have no checksums: structure only.
 
-    Exit status: 0 if all are whole, 1 if one is damaged, 2 if one cannot be checked, or is not a
-    checkpoint.
+    Exit status: 0 if all are whole, 1 if one is damaged, 2 if one cannot be checked, in whole or in
+    part, or is not a checkpoint. With --strict also 1 if a part was not checked or has no checksum.
     """
     from fastserial.checkpoints.verify import verify as check
     from fastserial.checkpoints.verify.file_list import file_lists_in
@@ -62,9 +65,10 @@ def verify(
             nothing.append(path)
         for name in names:
             reports.append(check(name, config, cold=cold))
-            if not as_json and not (quiet and reports[-1].ok):
+            right = reports[-1].fully_checked if strict else reports[-1].ok
+            if not as_json and not (quiet and right):
                 _print_report(reports[-1])
-    states = {_STATUS[report.status] for report in reports} | {CANNOT_TELL for _ in nothing}
+    states = {_status_of(one, strict) for one in reports} | {CANNOT_TELL for _ in nothing}
     status = next(one for one in (DAMAGED, CANNOT_TELL, OK) if one in states or one == OK)
     if as_json:
         files = [asdict(report) for report in reports]
@@ -76,8 +80,16 @@ def verify(
         if not quiet and len(reports) > 1:
             counts = {word: sum(one.status == word for one in reports) for word in _STATUS}
             facts = [f"{count} {word}" for word, count in counts.items() if count]
+            bare = sum(one.no_checksums for one in reports)
+            facts += [f"{bare} without checksums"] if bare else []
             say(f"{len(reports)} checkpoints: {', '.join([*facts, *_amounts(reports)])}")
     raise typer.Exit(status)
+
+
+def _status_of(report: VerifyReport, strict: bool) -> int:
+    if strict and report.status in ("ok", "unchecked") and not report.fully_checked:
+        return DAMAGED
+    return _STATUS[report.status]
 
 
 def files_of(path: str) -> Iterator[str]:

@@ -61,7 +61,13 @@ class Format(enum.Enum):
     FOLDER = "a directory, and none that torch.distributed.checkpoint saved to: give a file"
     SPECIAL = "not a regular file"
     EMPTY = "the file is empty"
+    ZEROS = "the file has only zeros, as a power cut leaves one that was not synced"
     OTHER = "neither a zip, a legacy nor a safetensors checkpoint"
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether it is what is left of a checkpoint."""
+        return self in (Format.DAMAGED_ZIP, Format.EMPTY, Format.ZEROS)
 
 
 class Container(abc.ABC):
@@ -450,7 +456,7 @@ def open_container(
     """
     with naming(path):
         found = detect(source, path)
-        if found is Format.DAMAGED_ZIP:
+        if found.is_damage:
             raise CorruptCheckpointError(found.value, offset=0)
         if found is Format.ZIP:
             return ZipContainer(source, limits, unique)
@@ -507,6 +513,8 @@ def detect(source: Source, name: str) -> Format:
     head = format_of_head(source)
     if head is not None:
         return head
+    if isinstance(source, DescriptorSource) and source.has_only_zeros():
+        return Format.ZEROS
     if name.endswith(".safetensors"):
         return Format.SAFETENSORS
     try:

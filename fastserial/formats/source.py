@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from typing import Protocol
@@ -70,6 +71,27 @@ class DescriptorSource:
         """
         _refuse_outside(offset, nbytes, self._size)
         return read_exactly(self._fd, self._start + offset, nbytes)
+
+    def has_only_zeros(self) -> bool:
+        """Return whether every byte is zero, as a power cut leaves a file. Holes are not read.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        at = 0
+        while at < self._size:
+            nbytes = min(STREAM_CHUNK, self._size - at)
+            if os.pread(self._fd, nbytes, self._start + at).strip(b"\0"):
+                return False
+            at = self._after_hole(at + nbytes)
+        return True
+
+    def _after_hole(self, offset: int) -> int:
+        """Return the first offset from one on that is in no hole; the size if all is one."""
+        try:
+            return os.lseek(self._fd, self._start + offset, os.SEEK_DATA) - self._start
+        except OSError as error:
+            return self._size if error.errno == errno.ENXIO else offset
 
 
 class BytesSource:

@@ -162,7 +162,7 @@ class SingleProcess:
             raise
         except Exception as error:
             report = verify(path)
-            if report.ok:  # `weights_only` refuses what is in it
+            if report.status in ("ok", "unchecked"):  # `weights_only` refuses what is in it
                 raise
             reason = report.problems[0].message if report.problems else "; ".join(report.notes)
             kind = CorruptCheckpointError if report.problems else UnreadableCheckpointError

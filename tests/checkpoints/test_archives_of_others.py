@@ -87,7 +87,9 @@ def test_all_that_read_it_agree(name: str, tmp_path: Path) -> None:
         else:
             assert digest(read(path)) == want
     report = verify(path, SMALL)
-    assert report.ok, report
+    closed = name in ("added: bzip2", "added: lzma")  # a record that neither torch nor we can read
+    assert report.status == ("unchecked" if closed else "ok"), report
+    assert report.fully_checked is not closed
     assert report.checked_bytes
     assert verify(spoiled(path), SMALL).status == "damaged"
 

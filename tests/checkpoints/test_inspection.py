@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch
 from support.nests import flat
 from torch import nn
+from typer.testing import CliRunner
 
 import fastserial
 from fastserial import verify
 from fastserial.checkpoints.inspect import Inspection, inspect
+from fastserial.cli.main import app
 from fastserial.errors import (
     CorruptCheckpointError,
     PickleLimitError,
@@ -65,10 +68,10 @@ def test_each_tensor_is_found_where_its_bytes_are(tmp_path: Path, zipped: bool) 
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("x.pt", b"", "the file is empty"),
         ("x.pt", b"hello", "neither"),
         ("x.pt", pickle.dumps([1]), "neither"),
         ("x.pt", b"\x93NUMPY" + bytes(500), "neither"),
+        ("x.pt", bytes(300_000) + b"x", "neither"),
         ("__0_0.distcp", b"PK\3\4 and so on", "torch.distributed.checkpoint"),
     ],
 )
@@ -90,6 +93,25 @@ def test_a_directory_and_a_missing_file(tmp_path: Path) -> None:
         inspect("/dev/null")
     with pytest.raises(FileNotFoundError):
         inspect(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 300_000, 1 << 43])
+def test_what_a_power_cut_leaves_is_damage(tmp_path: Path, nbytes: int) -> None:
+    """Of stock's file, which is not synced: nothing, or a hole."""
+    for name in ("x.pt", "x.safetensors", "x"):
+        path = tmp_path / name
+        path.write_bytes(b"")
+        os.truncate(path, nbytes)
+        if nbytes == 300_000:
+            path.write_bytes(bytes(nbytes))
+        for call in (inspect, fastserial.open, fastserial.convert):
+            arguments = (path, tmp_path / "t.pt") if call is fastserial.convert else (path,)
+            with pytest.raises(CorruptCheckpointError, match=f"{name}: the file"):
+                call(*arguments)
+        report = verify(path)
+        assert (report.status, [one.kind for one in report.problems]) == ("damaged", ["truncated"])
+        assert CliRunner().invoke(app, ["verify", str(path)]).exit_code == 1
+        assert CliRunner().invoke(app, ["inspect", str(path)]).exit_code == 1
 
 
 def test_damaged_first_bytes_are_damage(tmp_path: Path) -> None:

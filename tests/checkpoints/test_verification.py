@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.archives import hostile
+from support.archives import checkpoint, hostile, rewritten
 from support.corpus import Case, name_of, saveable, without_crc
 from support.damage import bad_sectors
 from support.identity import saver, stock_bytes
+from typer.testing import CliRunner
 
 from fastserial import convert, load, load_into
 from fastserial.checkpoints import load as checkpoints_load
 from fastserial.checkpoints import verify as checkpoints_verify
 from fastserial.checkpoints.verify import VerifyReport, verify
+from fastserial.checkpoints.verify import zip as verify_zip_module
+from fastserial.cli.main import app
 from fastserial.config import Config
-from fastserial.errors import CheckpointFileError, CorruptCheckpointError
+from fastserial.errors import CheckpointFileError, ConvertError, CorruptCheckpointError
 from fastserial.files.linux import cached_fraction
 from fastserial.formats.source import BytesSource, DescriptorSource, Source
 from fastserial.formats.zip_format import RecordEntry, read_directory
@@ -138,6 +143,84 @@ def test_more_than_4_gib(tmp_path: Path) -> None:
             os.pwrite(file.fileno(), before, at)
 
 
+# -- what is not read is not called whole --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def inflating() -> bytes:
+    """A checkpoint with one more record, of 257 MiB in 1 MB."""
+    out = io.BytesIO(ZIP)
+    with zipfile.ZipFile(out, "a") as file:
+        more = bytes(257 << 20) + os.urandom(50_000)
+        file.writestr("archive/more", more, zipfile.ZIP_DEFLATED, 1)
+    return out.getvalue()
+
+
+def test_a_large_compressed_record_is_read(tmp_path: Path, inflating: bytes) -> None:
+    path = tmp_path / "x.pt"
+    report = check(path, inflating)
+    assert report.fully_checked, report
+    assert report.checked_bytes > 257 << 20
+    record = entries(BytesSource(inflating))["more"]
+    damaged = bytearray(inflating)
+    damaged[record.data_end - 10_000] ^= 16
+    report = check(path, bytes(damaged))
+    assert [(one.kind, one.record) for one in report.problems] == [("checksum", "more")]
+
+
+def test_a_limit_leaves_a_record_unchecked(
+    tmp_path: Path, inflating: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.pt"
+    path.write_bytes(inflating)
+    monkeypatch.setattr(verify_zip_module, "_INFLATED", 0)
+    monkeypatch.setattr(verify_zip_module, "_INFLATED_OF_ONE", 1)
+    assert (verify(path).status, verify(path).unchecked) == ("unchecked", 1)
+    for words, status in (([], 2), (["--quiet"], 2), (["--quiet", "--strict"], 1)):
+        done = CliRunner().invoke(app, ["verify", *words, str(path)])
+        assert done.exit_code == status
+        assert "unchecked" in done.output
+        assert "too long" in done.output
+    with pytest.raises(ConvertError, match="too long"):
+        convert(path, tmp_path / "t.pt")
+    convert(path, tmp_path / "t.pt", verify=False)
+
+
+def test_a_pickle_beyond_the_limits_leaves_its_records_unchecked(tmp_path: Path) -> None:
+    """Whether the archive has all storages is not known."""
+    path = tmp_path / "x.pt"
+    key, deep = b"X\1\0\0\0w", b")" + b"\x85" * 300_000  # it cannot be hashed
+    data = rewritten(checkpoint(), change=lambda name, body: (name, body.replace(key, deep)))
+    assert check(path, data).status == "unchecked"
+
+
+def test_files_without_checksums(tmp_path: Path) -> None:
+    """They are whole as far as can be known; `--strict` asks for more."""
+    whole, legacy, bare = (tmp_path / name for name in ("zip.pt", "legacy.pt", "bare.pt"))
+    whole.write_bytes(ZIP)
+    legacy.write_bytes(LEGACY)
+    with without_crc():
+        torch.save(STATE, bare)
+    safetensors = tmp_path / "x.safetensors"
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    safetensors.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    for path in (whole, legacy, bare, safetensors):
+        report = verify(path)
+        assert report.ok
+        assert report.no_checksums is not report.fully_checked
+        assert report.fully_checked is (path == whole)
+        for words, status, shown in (
+            ([], 0, True),
+            (["-q"], 0, False),
+            (["-q", "--strict"], int(path != whole), path != whole),
+        ):
+            done = CliRunner().invoke(app, ["verify", *words, str(path)])
+            assert (done.exit_code, path.name in done.output) == (status, shown), (path, words)
+            assert ("checksums: structure only" in done.output) is (shown and path != whole)
+    done = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert "4 checkpoints: 4 ok, 3 without checksums" in done.output
+
+
 # -- hostile directories -------------------------------------------------------------------------
 
 
@@ -242,7 +325,7 @@ def test_the_file_that_was_verified_is_read(
 
     monkeypatch.setattr(checkpoints_verify, "_verify", swap)
     if what == "convert":
-        convert(path, tmp_path / "t.pt", verify=True)
+        convert(path, tmp_path / "t.pt")
         assert torch.load(tmp_path / "t.pt")["a"].tolist() == [1.0] * 300
     elif what == "load_into":
         target = {"a": torch.zeros(300)}

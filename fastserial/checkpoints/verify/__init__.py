@@ -55,8 +55,9 @@ def verify(
         assert report.ok, report
 
     Legacy and safetensors files have no checksums: only their structure is checked, and the report
-    says so. In a folder of torch.distributed.checkpoint every item of every file is checked. The
-    files that a list names (an index of shards, `fastserial_complete.json`) must exist.
+    says so (`no_checksums`). Where a part cannot be checked, the status is `unchecked`. In a folder
+    of torch.distributed.checkpoint every item of every file is checked. The files that a list names
+    (an index of shards, `fastserial_complete.json`) must exist.
 
     Args:
         path: the file, its URL, or the folder.
@@ -97,7 +98,9 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
                     changed = found is not Format.FOLDER and not seen.holds_for(fd)
     except CorruptCheckpointError as error:
         report.add_error(error)
-    except (ConfigError, PickleLimitError, UnreadableCheckpointError) as error:
+    except PickleLimitError as error:
+        report.skipped(str(error))
+    except (ConfigError, UnreadableCheckpointError) as error:
         reason = str(error)
     except OSError as error:
         reason = error.strerror or str(error)
@@ -112,9 +115,11 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
 def _verify_file(fd: int, name: str, found: Format, settings: Config, report: VerifyReport) -> None:
     if found in (Format.ZIP, Format.DAMAGED_ZIP):
         verify_zip(FilePart(fd, name, settings), report)
+    elif found.is_damage:
+        report.add(Problem("truncated", found.value, None, 0))
     elif found in (Format.LEGACY, Format.SAFETENSORS):
         report.format = found.value
-        report.notes.append(f"{found.value} files have no checksums: structure only")
+        report.without_checksums(f"{found.value} files have no checksums")
         _verify_structure(fd, found, report)
     elif found is Format.OTHER and is_file_list(name):
         verify_file_list(fd, name, report)
@@ -139,9 +144,11 @@ def _verify_source(source: RemoteSource, report: VerifyReport) -> None:
     if found in (Format.ZIP, Format.DAMAGED_ZIP):
         with contextlib.closing(RemotePart(source)) as archive:
             verify_zip(archive, report)
+    elif found.is_damage:
+        report.add(Problem("truncated", found.value, None, 0))
     elif found is Format.SAFETENSORS:
         report.format = found.value
-        report.notes.append("safetensors files have no checksums: structure only")
+        report.without_checksums("safetensors files have no checksums")
         report.records = len(SafetensorsContainer(source).outline.storages)
     else:
         report.undecided("of files at URLs, zip and safetensors can be verified: download it")
@@ -167,13 +174,15 @@ def _verify_structure(fd: int, found: Format, report: VerifyReport) -> None:
     if end != source.size:
         text = f"{source.size - end} bytes follow the last storage"
         report.add(Problem("unaccounted", text, None, end))
+    if not container.outline.complete:
+        report.skipped("not all tensors were compared with their storages: there are too many")
     report.records = len(container.outline.storages)
 
 
 def refuse_damaged(
     path: str | os.PathLike[str], fd: int | None = None, config: Config | None = None
-) -> bool:
-    """Verify a checkpoint; return whether every record has a checksum.
+) -> VerifyReport:
+    """Verify a checkpoint; return the report, without problems.
 
     Args:
         path: its name.
@@ -188,7 +197,7 @@ def refuse_damaged(
         first = report.problems[0]
         where = os.path.join(report.path, first.file) if first.file else report.path
         raise CorruptCheckpointError(first.message, path=where, record=first.record)
-    return report.format == Format.ZIP.value and not report.unchecked
+    return report
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:

@@ -22,7 +22,8 @@ _SHOWN = 3
 _FEWER_BYTES = "it has fewer bytes than its shape says"
 _OF_ANOTHER = "it is that of another checkpoint"
 _EXTENDED = "items went through an extension (a compression): not checked"
-_BARE = "items have no checksum: not checked"
+_BARE = "items have no checksum"
+_UNKNOWN = "items have a dtype that is not known here: not checked"
 _OTHER_DTYPE = (
     "items have another dtype than the metadata says, as after stock's enable_plan_caching; "
     "dcp.load takes what is in the item"
@@ -74,7 +75,7 @@ def _check_metadata(metadata: Metadata, name: str, report: VerifyReport) -> None
             text = f"its chunks have {held} elements, the tensor {prod(stored.shape)}"
             report.add(Problem("missing", text, key, None, (key,), name))
     if not metadata.ours:
-        report.notes.append(f"{name} has no checksum: fastserial did not write it")
+        report.without_checksums(f"{name} has no checksum, since fastserial did not write it")
 
 
 class _ItemChecks:
@@ -99,10 +100,14 @@ class _ItemChecks:
                 self._check_file(name, sorted(inside, key=lambda item: item.offset))
         finally:
             self._bar.close()
-        for text in (_EXTENDED, _BARE, _OTHER_DTYPE):
+        for text in (_EXTENDED, _UNKNOWN):
             if self._counts[text]:
-                self._report.notes.append(f"{self._counts[text]} {text}")
-        self._report.unchecked += self._counts[_EXTENDED] + self._counts[_BARE]
+                self._report.skipped(f"{self._counts[text]} {text}")
+        if self._counts[_BARE]:
+            self._report.without_checksums(f"{self._counts[_BARE]} {_BARE}")
+        self._report.unchecked += self._counts.total() - self._counts[_OTHER_DTYPE]
+        if self._counts[_OTHER_DTYPE]:
+            self._report.notes.append(f"{self._counts[_OTHER_DTYPE]} {_OTHER_DTYPE}")
         return set(files)
 
     def _check_file(self, name: str, items: list[Item]) -> None:
@@ -153,9 +158,11 @@ class _ItemChecks:
     def _check_bytes(self, held: FilePart, item: Item) -> None:
         """Compare the CRC-32 of an item that is no archive."""
         known = item.known
-        has_unknown_dtype = item.chunk is not None and item.nbytes is None
-        if known is None or known.crc is None or has_unknown_dtype:
+        if known is None or known.crc is None:
             self._counts[_BARE] += 1
+            return
+        if item.chunk is not None and item.nbytes is None:
+            self._counts[_UNKNOWN] += 1
             return
         length = item.length if item.nbytes is None or known.start is None else item.nbytes
         start = known.start or 0
@@ -182,11 +189,14 @@ class _ItemChecks:
             found.undecided(str(error))
         if found.status == "unreadable":
             self._report.undecided(f"{item.name}: {found.notes[-1]}")
+        elif found.status == "unchecked":
+            self._report.skipped(f"{item.name}: {'; '.join(found.notes)}")
+            self._report.unchecked += 1
         for problem in found.problems:
             where = f"{problem.record}: " if problem.record else ""
             self._add(item, problem.kind, where + problem.message, problem.offset or 0)
         self._report.checked_bytes += found.checked_bytes
-        if found.unchecked and not found.found:
+        if found.no_checksums and not found.found:
             self._counts[_BARE] += 1
 
     def _compare(self, held: FilePart, item: Item) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 from fastserial.errors import CorruptCheckpointError, TruncatedCheckpointError
 from fastserial.printable import BoundedRepr
 
-Status = Literal["ok", "damaged", "unreadable"]
+Status = Literal["ok", "damaged", "unchecked", "unreadable"]
 _MOST = 1000
 
 
@@ -41,15 +41,19 @@ class VerifyReport(BoundedRepr):
     Attributes:
         path: the file, the folder of torch.distributed.checkpoint, or the list of files.
         status: `ok`: whole, and a checkpoint or another archive of torch; `damaged`: some reader
-            gets other bytes than were written, or torch cannot load it; `unreadable`: it cannot be
-            decided (no permission, or no checkpoint; other archives are checked, too).
+            gets other bytes than were written, or torch cannot load it; `unchecked`: no damage was
+            found, but a part was not read (encrypted, compressed with a method that is not known
+            here, beyond a limit); `unreadable`: it cannot be decided (no permission, or no
+            checkpoint; other archives are checked, too).
         format: `zip`, `legacy`, `safetensors`, `dcp`, `file list` or None.
         bytes: size of the file, or of the folder's files.
         seconds: time it took.
         records: number of records (zip), storages (legacy), tensors (safetensors), items (DCP) or
             files (file list).
         checked_bytes: bytes whose CRC-32 was compared with the one in the file, damaged or not.
-        unchecked: records without a checksum.
+        unchecked: records (zip) or items (DCP) whose CRC-32 was not compared.
+        no_checksums: it was saved without checksums, or a part of it: of that, only the structure
+            was checked. Always so for legacy and safetensors files, whose formats have none.
         problems: what is wrong, at most 1000.
         found: how many problems there are.
         notes: what is worth mentioning but no damage.
@@ -63,14 +67,23 @@ class VerifyReport(BoundedRepr):
     records: int = 0
     checked_bytes: int = 0
     unchecked: int = 0
+    no_checksums: bool = False
     problems: list[Problem] = field(default_factory=list)
     found: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Whether the file was checked and is whole."""
+        """Whether it was checked and is whole, as far as it has checksums (`no_checksums`)."""
         return self.status == "ok"
+
+    @property
+    def fully_checked(self) -> bool:
+        """Whether it is whole, and checksums prove it: what `fastserial verify --strict` asks for.
+
+        A list of files counts as checked when the files are there.
+        """
+        return self.ok and not self.no_checksums
 
     def add(self, problem: Problem) -> None:
         """Add a problem."""
@@ -87,6 +100,17 @@ class VerifyReport(BoundedRepr):
 
     def undecided(self, reason: str) -> None:
         """Note why it cannot be decided whether the rest is whole."""
-        if self.status == "ok":
+        if self.status != "damaged":
             self.status = "unreadable"
         self.notes.append(reason)
+
+    def skipped(self, reason: str) -> None:
+        """Note which part was not read, and why."""
+        if self.status == "ok":
+            self.status = "unchecked"
+        self.notes.append(reason)
+
+    def without_checksums(self, what: str) -> None:
+        """Note which part has no checksums."""
+        self.no_checksums = True
+        self.notes.append(f"{what}: structure only")

@@ -6,6 +6,8 @@ import contextlib
 import io
 import pickletools
 import re
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -182,7 +184,12 @@ _LONGEST_GAP = zip_format.DESCRIPTOR64.size + LOCAL.size + 2 * U16
 _STORAGE = re.compile(r"data/\d+")
 _VERSIONS = ("version", ".data/version")
 _MOST_VERSION = 64
-_MOST_PICKLE = _MOST_INFLATED = 256 * 1024 * 1024
+_MOST_PICKLE = 256 * 1024 * 1024
+# So many bytes of a file are inflated, and so many more for each of its own: deflate makes up to
+# 1032 bytes of one, so that a file of a few megabytes would take minutes.
+_INFLATED, _INFLATED_OF_ONE = 1 << 30, 256
+_CLOSED = "encrypted, or compressed with an unknown method"
+_DENSE = "compressed so much that it would take too long to inflate them"
 
 
 def verify_zip(archive: FilePart | RemotePart, report: VerifyReport) -> None:
@@ -202,10 +209,12 @@ def verify_zip(archive: FilePart | RemotePart, report: VerifyReport) -> None:
     report.records = len(records)
     outline = _outline(source, directory, report)
     problems = list(_check_ends(source, directory, torch_made))
-    as_stored = [record for record in records if not _is_inflated(record)]
+    as_stored = [record for record in records if record.is_stored]
     crcs = iter(
         archive.checksums([(record.data_offset, record.compressed_size) for record in as_stored])
     )
+    unread: Counter[str] = Counter()
+    budget = _INFLATED + _INFLATED_OF_ONE * source.size
     for before, after in zip((None, *records), (*records, None), strict=True):
         if torch_made:
             problems += _check_gap(archive.ordered, before, after, directory.end.directory_offset)
@@ -213,8 +222,13 @@ def verify_zip(archive: FilePart | RemotePart, report: VerifyReport) -> None:
             continue
         if not torch_made:
             problems += _check_loosely(archive.ordered, after)
-        crc = _inflated_crc(archive.ordered, after) if _is_inflated(after) else next(crcs)
-        problems += _check_record(after, crc, report)
+        if after.is_stored:
+            problems += _check_record(after, next(crcs), report)
+        elif not after.is_readable or after.size > budget:
+            unread[_DENSE if after.is_readable else _CLOSED] += 1
+        else:
+            budget -= after.size
+            problems += _check_record(after, _inflated_crc(archive.ordered, after), report)
     problems.sort(key=lambda problem: problem.offset or 0)
     for problem in problems:
         report.add(_with_tensors(problem, outline))
@@ -223,16 +237,12 @@ def verify_zip(archive: FilePart | RemotePart, report: VerifyReport) -> None:
     for record in ambiguous_parts(directory):
         message = "several records have this name and differ: readers take one or another"
         report.add(Problem("directory", message, record.name, record.header_offset))
+    if report.unchecked:
+        report.without_checksums(f"{report.unchecked} records were saved without checksums")
+    for why, count in unread.items():
+        report.skipped(f"{count} records are {why}: not checked")
+    report.unchecked += unread.total()
     _check_purpose(source, directory, report)
-    closed = sum(not _can_be_checked(record) for record in records)
-    if closed:
-        report.notes.append(
-            f"{closed} records are encrypted, or compressed (with an unknown method, or more than "
-            "256 MiB): not checked"
-        )
-    if report.unchecked > closed:
-        without = report.unchecked - closed
-        report.notes.append(f"{without} records were saved without checksums: structure only")
     if not torch_made:
         report.notes.append("not laid out by torch: only the records were checked")
     elif directory.end.trailing:
@@ -252,9 +262,6 @@ def _check_record(
         report: gets the counts.
     """
     if not (record.size or record.compressed_size):
-        return
-    if not _can_be_checked(record):
-        report.unchecked += 1
         return
     if isinstance(crc, OSError):
         text = f"cannot be read: {crc.strerror}"
@@ -284,10 +291,13 @@ def _outline(source: Source, directory: Directory, report: VerifyReport) -> Outl
         outline = zip_outline(source, directory)
     except (CheckpointFileError, PickleLimitError) as error:
         record = directory.find(PICKLE)
-        if record is not None and not _is_whole_pickle(source, record):
-            report.add(Problem("pickle", "it is cut short, or damaged", PICKLE, record.data_offset))
+        text = f"the tensors' keys are not known: {error}"
+        if isinstance(error, PickleLimitError) or (record and record.size > _MOST_PICKLE):
+            report.skipped(f"{text}; nor whether all their records are there")
+        elif record is None or _is_whole_pickle(source, record):
+            report.notes.append(text)
         else:
-            report.notes.append(f"the tensors' keys are not known: {error}")
+            report.add(Problem("pickle", "it is cut short, or damaged", PICKLE, record.data_offset))
         return None
     if outline is not None and outline.notes:
         report.notes.append(outline.notes[0])
@@ -309,17 +319,43 @@ def _check_storages(outline: Outline, report: VerifyReport) -> None:
 
 
 def _inflated_crc(source: Source, record: RecordEntry) -> int | OSError | None:
-    """Return the CRC-32 of a deflated record; errors as `_crc_or_error`."""
-    return _crc_or_error(lambda: crc32(read_record(source, record, _MOST_INFLATED)))
+    """Return the CRC-32 of what a record inflates to; errors as `_crc_or_error`."""
+
+    def read() -> int:
+        crc = nbytes = 0
+        for piece in _inflated(source, record):
+            crc = crc32(piece, crc)
+            nbytes += len(piece)
+            if nbytes > record.size:
+                break
+        if nbytes != record.size:
+            raise CorruptCheckpointError("its size is not what the directory says")
+        return crc
+
+    return _crc_or_error(read)
 
 
-def _is_inflated(record: RecordEntry) -> bool:
-    """Return whether the checksum of its bytes is one of what they decompress to."""
-    return record.method == DEFLATED and _can_be_checked(record)
+def _inflated(source: Source, record: RecordEntry) -> Iterator[bytes]:
+    """Yield what a record inflates to, in pieces.
 
-
-def _can_be_checked(record: RecordEntry) -> bool:
-    return record.is_readable and (record.method != DEFLATED or record.size <= _MOST_INFLATED)
+    Raises:
+        CorruptCheckpointError: it is damaged, or cut short.
+        OSError: the file cannot be read.
+    """
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    for at in range(record.data_offset, record.data_end, STREAM_CHUNK):
+        rest = source.read_at(at, min(STREAM_CHUNK, record.data_end - at))
+        while not inflater.eof:
+            try:
+                piece = inflater.decompress(rest, STREAM_CHUNK)
+            except zlib.error as error:
+                raise CorruptCheckpointError(f"damaged: {error}") from error
+            if not piece:
+                break
+            yield piece
+            rest = inflater.unconsumed_tail
+    if not inflater.eof:
+        raise CorruptCheckpointError("cut short")
 
 
 def _is_plain(record: RecordEntry) -> bool:
