@@ -23,6 +23,7 @@ from fastserial.checkpoints.convert import FileMemory
 from fastserial.checkpoints.tensor_read import is_little_endian
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.checkpoints.verify.file_list import read_index
+from fastserial.config import Config
 from fastserial.errors import (
     ConvertError,
     CorruptCheckpointError,
@@ -252,10 +253,27 @@ def _map_legacy(fd: int, path: str, container: LegacyContainer, whole: torch.Unt
             return unpickler.load()
 
 
+def check_source(name: str, fd: int | None = None, config: Config | None = None) -> None:
+    """Verify what is converted: damage would become a whole file, with checksums or without.
+
+    Args:
+        name, fd, config: as for `refuse_damaged`.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+        ConvertError: a part of it cannot be checked.
+    """
+    report = refuse_damaged(name, fd, config)
+    if report.status == "unchecked":
+        raise ConvertError(
+            f"{name}: {'; '.join(report.notes)}; verify=False (--no-verify) converts it unchecked"
+        )
+
+
 class MappedSource:
     """Files that are mapped."""
 
-    def __init__(self, container: str, verify: bool = False) -> None:
+    def __init__(self, container: str, verify: bool) -> None:
         """`verify`: check every checksum of a file when it is opened, by the same descriptor."""
         self.container = container
         self._verify = verify
@@ -273,7 +291,7 @@ class MappedSource:
         fd = self._files.open(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is refused
         before = stamp(fd)
         if self._verify:
-            refuse_damaged(name, fd)
+            check_source(name, fd)
         mapped = map_checkpoint(fd, name)
         if isinstance(mapped.file, SafetensorsContainer):
             self.metadata.update(mapped.file.metadata)
@@ -303,7 +321,7 @@ class MappedSource:
         self._files.close()
 
 
-def open_source(name: str, verify: bool = False) -> MappedSource:
+def open_source(name: str, verify: bool) -> MappedSource:
     """Open a file, or safetensors files with an index: given that, or the folder.
 
     Args:
@@ -311,7 +329,7 @@ def open_source(name: str, verify: bool = False) -> MappedSource:
         verify: check every checksum first.
 
     Raises:
-        ConvertError: the pickle needs more than `weights_only` allows.
+        ConvertError: the pickle needs more than `weights_only` allows, or a part cannot be checked.
         CorruptCheckpointError: it is damaged.
         UnreadableCheckpointError: it is no checkpoint.
         OSError: it cannot be read.

@@ -6,8 +6,7 @@ import os
 from typing import Literal
 
 from fastserial.checkpoints.convert import Converted, ConvertSource, container_of, write_source
-from fastserial.checkpoints.mapped_source import open_source
-from fastserial.checkpoints.verify import refuse_damaged
+from fastserial.checkpoints.mapped_source import check_source, open_source
 from fastserial.config import Config, current
 from fastserial.errors import CheckpointFileError, ConvertError
 from fastserial.files.remote import is_url
@@ -24,7 +23,7 @@ def convert(
     key: str = "",
     copy_shared: bool = False,
     shard_nbytes: int | None = None,
-    verify: bool = False,
+    verify: bool = True,
     config: Config | None = None,
 ) -> Converted:
     """Write a checkpoint in another container; the target is replaced as a whole, or not at all.
@@ -47,12 +46,14 @@ def convert(
         shard_nbytes: write the files of `save_pretrained` to a new folder, none with more than so
             many bytes of tensors, if one tensor has not more: `model.safetensors`, or several with
             an index.
-        verify: check every CRC-32 of the source first (zip, folders).
+        verify: check the whole source first, as `fastserial.verify` does: every CRC-32, and the
+            structure. It reads the source once more.
         config: options of the writer; by default those in force.
 
     Raises:
         ConvertError: a pickle needs more than `weights_only` allows, something in it cannot be
-            represented in the other container (names the entry), or a path is a URL.
+            represented in the other container (names the entry), a part of the source cannot be
+            checked, or a path is a URL.
         CorruptCheckpointError: the source is damaged.
         UnreadableCheckpointError: the source is no checkpoint.
         WriteError: the target cannot be written; what was there is intact.
@@ -64,7 +65,7 @@ def convert(
     is_dcp = is_dcp_folder(name)
     container = container_of(path, to, shard_nbytes)
     if verify and is_dcp:
-        refuse_damaged(name, config=config)
+        check_source(name, config=config)
     folders = is_dcp or container == "dcp"
     if folders and os.path.abspath(name) == os.path.abspath(path):
         raise ConvertError(f"{path}: source and target are the same")

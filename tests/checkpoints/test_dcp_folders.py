@@ -158,7 +158,7 @@ def test_what_is_in_a_folder(who: str, tmp_path: Path) -> None:
 def test_to_one_file_and_back(who: str, tmp_path: Path) -> None:
     state = a_state()
     save(state, tmp_path / "folder", who)
-    done = convert(tmp_path / "folder", tmp_path / "zip.pt", verify=True)
+    done = convert(tmp_path / "folder", tmp_path / "zip.pt")
     assert done.nbytes == (tmp_path / "zip.pt").stat().st_size
     found = torch.load(tmp_path / "zip.pt", weights_only=True)
     assert not differing(found, state)
@@ -220,7 +220,7 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "__0_0.distcp"
     flip(file, file.stat().st_size // 2)
     with pytest.raises(CorruptCheckpointError):
-        convert(tmp_path / "folder", tmp_path / "x.pt", verify=True)
+        convert(tmp_path / "folder", tmp_path / "x.pt")
     (tmp_path / "taken").write_text("")
     save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
     with pytest.raises((WriteError, OSError)):
