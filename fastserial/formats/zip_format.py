@@ -1,8 +1,8 @@
 """torch's zip container, as an untrusted file: its structures, its directory, its records.
 
 Every offset and size is checked against the file before it is used, memory is bounded by the
-size of the directory, and nothing outside the file is read. An archive that torch's own reader
-accepts is accepted, unless records overlap. `fastserial.verify` checks more.
+size of the directory, and nothing outside the file is read. A well-formed archive that torch's own
+reader accepts is accepted; others torch may still load. `fastserial.verify` checks more.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 END_SIGNATURE = b"PK\x05\x06"
 END64_SIGNATURE = b"PK\x06\x06"
 LOCATOR_SIGNATURE = b"PK\x06\x07"
+DIGITAL_SIGNATURE = b"PK\x05\x05"  # behind the entries; the length of what follows has two bytes
 
 LOCAL = struct.Struct("<4sHHHHHIIIHH")
 LOCAL_LENGTHS = struct.Struct("<4s22xHH")  # of it: the signature, the lengths of name and extra
@@ -220,10 +221,8 @@ def _read_end(source: Source) -> EndRecords:
     trailing = size - at - END.size
     stored = (count, length, offset)
     zip64 = _read_zip64_end(source, at)
-    disks = (0,) if zip64 is None else (0, U16)
-    if disk not in disks or start_disk not in disks or few != count:
-        raise UnreadableCheckpointError("archives in several parts are not supported")
     if zip64 is None:
+        _refuse_parts(disk, start_disk, few, count)
         end = EndRecords(count, offset, length, at, trailing, True)
         limit = at
     else:
@@ -253,18 +252,22 @@ def _read_zip64_end(source: Source, end: int) -> tuple[int, tuple[int, int, int]
     """Return the zip64 end record's offset and (count, size, offset), or None without one."""
     if end < LOCATOR.size:
         return None
-    signature, disk, at, _ = LOCATOR.unpack(source.read_at(end - LOCATOR.size, LOCATOR.size))
+    signature, _, at, _ = LOCATOR.unpack(source.read_at(end - LOCATOR.size, LOCATOR.size))
     if signature != LOCATOR_SIGNATURE:
         return None
-    if disk != 0 or at + END64.size > end - LOCATOR.size:
+    if at + END64.size > end - LOCATOR.size:
         raise CorruptCheckpointError("the zip64 locator points outside the file")
     fields = END64.unpack(source.read_at(at, END64.size))
     signature, _, _, _, disk, start_disk, few, count, length, offset = fields
     if signature != END64_SIGNATURE:
         raise CorruptCheckpointError("there is no zip64 end record where its locator points")
-    if disk != 0 or start_disk != 0 or few != count:
-        raise UnreadableCheckpointError("archives in several parts are not supported")
+    _refuse_parts(disk, start_disk, few, count)
     return at, (count, length, offset)
+
+
+def _refuse_parts(disk: int, start_disk: int, few: int, count: int) -> None:
+    if disk or start_disk or few != count:
+        raise UnreadableCheckpointError("archives in several parts are not supported")
 
 
 def _parse_entries(raw: bytes, end: EndRecords) -> list[RecordEntry]:
@@ -290,11 +293,16 @@ def _parse_entries(raw: bytes, end: EndRecords) -> list[RecordEntry]:
             prefix = name.partition(b"/")[0] + b"/"
         entries.append(_entry(fields, prefix, name, raw[extra_at:stop], end))
         at = stop
-    if at != len(raw):
+    if at != len(raw) and not _is_signature(raw[at:]):
         raise CorruptCheckpointError(
             f"the central directory holds {len(raw) - at} bytes more than its {end.records} records"
         )
     return entries
+
+
+def _is_signature(data: bytes) -> bool:
+    """Return whether this is a digital signature, which is not checked."""
+    return data[:4] == DIGITAL_SIGNATURE and len(data) == 6 + int.from_bytes(data[4:6], "little")
 
 
 def _entry(

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from fastserial.config.performance import FEW_BYTES
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.files.sources import FileSource
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip_format import (
@@ -119,11 +119,18 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
         load.fallback = Reason("many small records", QUICKER)
         load.pause.begin()  # many objects, few bytes, a short load
         return FastZipReader(stock, source.name, limit)
-    directory = read_places(DescriptorSource(source.fd, size=source.size))
-    if count != directory.end.records:
-        load.fallback = "torch sees other records"
-        return FastZipReader(stock, source.name, limit) if sized else stock
     verify = config.verify_on_load
+    directory = None
+    try:
+        directory = read_places(DescriptorSource(source.fd, size=source.size))
+    except CheckpointFileError as error:  # torch's reader may be less strict
+        if verify and isinstance(error, CorruptCheckpointError):
+            raise
+        load.fallback = str(error)
+    if directory is not None and count != directory.end.records:
+        directory, load.fallback = None, "torch sees other records"
+    if directory is None:
+        return FastZipReader(stock, source.name, limit) if sized else stock
     records = storage_records(directory)
     device = None
     if records and config.transfer != "cpu":

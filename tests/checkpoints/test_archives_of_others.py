@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.archives import APPENDED, REWRITTEN, appended, checkpoint, rewritten, state
+from support.archives import APPENDED, REWRITTEN, appended, checkpoint, rewritten, state, unusual
 from support.damage import flip
 from support.identity import digest
 from support.loading import DEFAULT, FORCED, both, filled, opened
@@ -70,6 +70,7 @@ ARCHIVES: dict[str, Callable[[], bytes]] = {
     **{name: partial(rewritten, checkpoint(), **how) for name, how in REWRITTEN.items()},
     **{f"added: {name}": partial(appended, checkpoint(), *what) for name, what in APPENDED.items()},
     **{f"{count} bytes behind": partial(behind, count) for count in (1, 65_557, 69_562)},
+    "digital signature": lambda: unusual()["digital signature"],
 }
 
 

@@ -86,6 +86,51 @@ def appended(data: bytes, *records: _Record) -> bytes:
     return out.getvalue()
 
 
+def _with_ends(data: bytes, behind: bytes = b"", disk: int = 0, locator_disk: int = 0) -> bytes:
+    """Torch's archive with bytes behind the entries of its directory, and other disk numbers.
+
+    Args:
+        disk: where the whole archive is.
+        locator_disk: where the zip64 end record is.
+    """
+    at = len(data) - 22 - 20 - 56
+    head, tail = bytearray(data[:at] + behind), bytearray(data[at:])
+    start = int.from_bytes(tail[48:56], "little")
+    size = len(head) - start
+    for where, form, value in (
+        (16, "<II", (disk, disk)),
+        (40, "<Q", (size,)),
+        (56 + 4, "<IQ", (locator_disk, len(head))),
+        (76 + 4, "<HH", (disk, disk)),
+        (76 + 12, "<I", (size,)),
+    ):
+        struct.pack_into(form, tail, where, *value)
+    entry = start
+    while (entry := head.find(b"PK\1\2", entry)) >= 0:
+        struct.pack_into("<H", head, entry + 34, disk)
+        entry += 46
+    return bytes(head + tail)
+
+
+def unusual() -> dict[str, bytes]:
+    """Archives that torch's reader accepts, though no torch writes them."""
+    data = checkpoint()
+    at = data.rindex(b"archive/data/0") - 46
+    local = int.from_bytes(data[at + 42 : at + 46], "little")
+
+    def patched(at: int, value: bytes) -> bytes:
+        return data[:at] + value + data[at + len(value) :]
+
+    return {
+        "digital signature": _with_ends(data, struct.pack("<4sH", b"PK\5\5", 20) + bytes(20)),
+        "more behind the entries": _with_ends(data, b"more"),
+        "a locator's disk": _with_ends(data, locator_disk=1),
+        "on disk 1": _with_ends(data, disk=1),
+        "an old end record's disk": patched(len(data) - 22 + 4, b"\2\0"),
+        "another local name": patched(local + 30, b"A"),
+    }
+
+
 def _other(name: str, compression: int = zipfile.ZIP_STORED) -> _Record:
     return f"archive/{name}", b"some text" * 100, compression
 
