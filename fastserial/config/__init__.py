@@ -59,7 +59,8 @@ class Config:
             nothing, where the file system takes direct I/O.
         small_file: files up to this many bytes are written through the page cache, without an
             engine. torch itself loads files up to twice, and cached ones up to four times this
-            size: that takes it no longer.
+            size: that takes it no longer. 0: we load every file that we can, however small its
+            records are (a switch for tests).
         retry_seconds: how long, from its first error on, a save to a path on a network file system
             or FUSE is repeated as a whole while it fails with EIO, ESTALE or ETIMEDOUT; 0: never.
         progress: show on standard error how far a long save or load is.

@@ -112,7 +112,8 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
     count = len(stock.get_all_records())
     limit = source.size * MOST_INFLATED
     sized = hasattr(stock, "get_record_size")  # since 2.7
-    if source.size < count * FEW_BYTES and sized and not config.verify_on_load:
+    few = min(FEW_BYTES, config.small_file)
+    if source.size < count * few and sized and not config.verify_on_load:
         # torch reads them faster than we could find them
         with contextlib.suppress(OSError):
             os.posix_fadvise(source.fd, 0, 0, os.POSIX_FADV_WILLNEED)

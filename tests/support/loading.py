@@ -17,7 +17,7 @@ import fastserial
 from fastserial.reports import LoadReport
 from support.identity import digest, fast, stock
 
-# Small blocks and no way out, so that even the smallest file takes the fast path.
+# Small blocks, and `small_file=0`, so that even the smallest file takes the fast path.
 FORCED: Mapping[str, Mapping[str, Any]] = {
     "direct": {"small_file": 0, "direct": True, "block_size": 4096, "queue_depth": 3},
     "cached": {"small_file": 0, "direct": False, "block_size": 65536, "threads": 2},
@@ -105,12 +105,10 @@ def filled(target: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tenso
 
 @contextlib.contextmanager
 def forced(monkeypatch: pytest.MonkeyPatch, large: int) -> Iterator[None]:
-    """No way out for many small records, and memory of their own from `large` bytes on."""
+    """Memory of their own for records from `large` bytes on."""
     from fastserial.loading import prefetch, reader
-    from fastserial.patching import load_hooks
 
     with monkeypatch.context() as patch:
-        patch.setattr(load_hooks, "FEW_BYTES", 0)
         for module in (reader, prefetch):
             patch.setattr(module, "IN_PLACE", large)
         yield
