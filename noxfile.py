@@ -197,6 +197,7 @@ def integrations(session: nox.Session) -> None:
     install(session, TORCH, "test,lightning,transformers")
     session.install("--no-deps", "nvidia-resiliency-ext")  # its tools for GPUs are not needed
     session.install("moto[server]", "boto3")  # an S3 server
+    session.install("optuna")  # the Trainer's hyperparameter search
     default = [*PARALLEL, "tests/integrations"]
     if session.posargs == ["short"]:
         long = "ddp or fsdp2 or two_ranks"

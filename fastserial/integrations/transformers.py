@@ -14,12 +14,14 @@ Trainer wrote without the callback, is accepted if its files are whole.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
-import shutil
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,93 +49,149 @@ _UNFINISHED = json.dumps({"version": _VERSION, "files": None})  # the mark of an
 _LAST_WRITTEN = "trainer_state.json"
 # `JITCheckpointCallback` has this file in a folder while it writes there.
 _SENTINEL = "checkpoint-is-incomplete.txt"
-_log = logging.getLogger("fastserial")
+_saving = threading.local()  # its `removals` are those of the save that this thread is in
 
 
 class IncompleteCheckpointError(FastserialError, RuntimeError):
     """A rank could not sync its files of a checkpoint, which has no mark."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A checkpoint that the Trainer has written.
+
+    Attributes:
+        folder: where it is.
+        removals: calls of the Trainer's own function that removes old checkpoints, still to be
+            made.
+    """
+
+    folder: Path
+    removals: list[Callable[[], object]] = field(default_factory=list)
+
+
 class CheckpointCallback(CallbackBase):
     """Marks `checkpoint-N` when all its files are durable.
 
-    It also takes over `save_total_limit`: the Trainer removes old checkpoints before the new one is
-    durable; the callback removes them after the mark. Folders without a mark are never removed.
+    The Trainer removes old checkpoints (`save_total_limit`) before the new one is durable. With
+    this callback it removes the same ones after the mark.
     """
 
     def __init__(self) -> None:
-        self._limit: int | None = None
-        self._states: dict[Path, tuple[int, int] | None] = {}
-        self._suspended: tuple[Path, str | None] | None = None  # a folder, and its previous mark
+        self._written: _Written | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Take over the removal of old checkpoints; record which exist."""
-        if args.save_total_limit is not None:
-            self._limit, args.save_total_limit = args.save_total_limit, None
-        self._states = {one: _version(one) for one in _checkpoints(Path(args.output_dir))}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Mark a folder of an earlier run as unfinished: it may be overwritten now."""
-        folder = _folder_of(args, state)
-        if folder in self._states and state.is_world_process_zero:
-            mark = folder / MARK
-            self._suspended = folder, mark.read_text("utf-8") if mark.exists() else None
-            replace_bytes(str(mark), _UNFINISHED.encode())
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Restore the mark of a folder that was not overwritten."""
-        self._restore_mark()
-
-    def _restore_mark(self) -> None:
-        if self._suspended is None:
-            return
-        (folder, text), self._suspended = self._suspended, None
-        if text is not None:
-            replace_bytes(str(folder / MARK), text.encode())
-        else:
-            (folder / MARK).unlink(missing_ok=True)
+        """Have the Trainer tell the callback where it saves."""
+        self._written = None
+        _wrap_trainer()
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Mark the checkpoint that the Trainer has just written.
+        """Mark the checkpoint that the Trainer has just written; let it remove old ones.
 
         Raises:
             IncompleteCheckpointError: another rank could not sync its files.
             OSError: this rank could not.
         """
-        self._complete(args, state, _folder_of(args, state))
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        self._complete(args, state, self._written or _Written(folder))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Mark what `JITCheckpointCallback` saved after a signal, without a call of `on_save`."""
-        for step in (state.global_step - 1, state.global_step):  # it may come before a step ends
-            folder = Path(args.output_dir) / f"checkpoint-{step}"
-            if _on_any_rank(state.is_world_process_zero and self._is_new(folder)):
-                self._complete(args, state, folder)
-        self._restore_mark()
-        if self._limit is not None:
-            args.save_total_limit, self._limit = self._limit, None
+        """Mark what `JITCheckpointCallback` saved after a signal, without a call of `on_save`.
 
-    def _is_new(self, folder: Path) -> bool:
-        """Return whether a whole checkpoint without a mark was written since training began."""
-        found = _version(folder)
-        written = found is not None and found != self._states.get(folder)
-        return written and not (folder / _SENTINEL).exists() and not is_complete(folder)
+        Raises:
+            IncompleteCheckpointError: another rank could not sync its files.
+            OSError: this rank could not.
+        """
+        if _on_any_rank(self._written is not None):
+            self._complete(args, state, self._written)
 
-    def _complete(self, args: Any, state: Any, folder: Path) -> None:
+    def _save(self, trainer: Any, trial: Any, save: Callable[[], None]) -> None:
+        """Let the Trainer write a checkpoint, and keep back its removal of old ones.
+
+        Args:
+            trainer: the Trainer.
+            trial: of a hyperparameter search; None without one.
+            save: the Trainer's own method.
+        """
+        folder = Path(trainer._get_output_dir(trial)) / f"checkpoint-{trainer.state.global_step}"
+        if trainer.state.is_world_process_zero and (folder / _LAST_WRITTEN).exists():
+            _write_mark(folder, _UNFINISHED)  # files of an earlier run are replaced one by one
+        _saving.removals = []
+        try:
+            save()
+            self._written = _Written(folder, _saving.removals)
+        finally:
+            del _saving.removals
+
+    def _complete(self, args: Any, state: Any, written: _Written | None) -> None:
+        """Make a checkpoint durable, mark it, and remove old ones.
+
+        Args:
+            args: the Trainer's arguments.
+            state: the Trainer's state.
+            written: the checkpoint; None if only other ranks wrote one.
+
+        Raises:
+            IncompleteCheckpointError: another rank could not sync its files.
+            OSError: this rank could not.
+        """
+        self._written = None
         failure: OSError | None = None
         _on_any_rank(False)  # all ranks have written their files
-        if folder.is_dir() and int(args.local_process_index) == 0:
+        folder = written.folder if written and written.folder.is_dir() else None
+        if folder and int(args.local_process_index) == 0:
             try:
                 _sync(folder)
             except OSError as error:
                 failure = error
         if _on_any_rank(failure is not None):
-            raise failure or IncompleteCheckpointError(f"{folder}: another rank could not sync it")
-        if folder.is_dir() and state.is_world_process_zero:
+            raise failure or IncompleteCheckpointError(
+                f"{folder or args.output_dir}: another rank could not sync its files"
+            )
+        if folder and state.is_world_process_zero:
             _mark(folder)
-            self._suspended = None
-            self._states.pop(folder, None)
-            if self._limit is not None and self._limit > 0:
-                _remove_old(folder, self._limit, state.best_model_checkpoint)
+        for remove in written.removals if written else ():
+            remove()
+
+
+@cache
+def _wrap_trainer() -> None:
+    """Wrap two functions of transformers; without a `CheckpointCallback` they do what they did."""
+    from transformers import trainer as module
+
+    trainer: Any = module.Trainer
+    write = trainer._save_checkpoint
+
+    @wraps(write)
+    def save(self: Any, model: Any, trial: Any, *rest: Any, **named: Any) -> None:
+        own = partial(write, self, model, trial, *rest, **named)
+        callbacks = self.callback_handler.callbacks
+        ours = next((one for one in callbacks if isinstance(one, CheckpointCallback)), None)
+        if ours is None:
+            own()
+        else:
+            ours._save(self, trial, own)
+
+    trainer._save_checkpoint = save
+    # a method in transformers 5.0, a function in later releases
+    for owner, name in ((trainer, "_rotate_checkpoints"), (module, "rotate_checkpoints")):
+        if hasattr(owner, name):
+            setattr(owner, name, _kept_back(getattr(owner, name)))
+
+
+def _kept_back(remove: Callable[..., object]) -> Callable[..., None]:
+    """Return a function that in a save with a `CheckpointCallback` only records its call."""
+
+    @wraps(remove)
+    def called(*arguments: Any, **named: Any) -> None:
+        call = partial(remove, *arguments, **named)
+        removals = getattr(_saving, "removals", None)
+        if removals is None:
+            call()
+        else:
+            removals.append(call)
+
+    return called
 
 
 def resume_from(output_dir: str | os.PathLike[str]) -> str | None:
@@ -210,21 +268,19 @@ def _mark(folder: Path) -> None:
         WriteError: it cannot be written.
     """
     files = {str(one.relative_to(folder)): one.stat().st_size for one in _files(folder)}
-    text = json.dumps({"version": _VERSION, "files": files}, indent=1)
+    _write_mark(folder, json.dumps({"version": _VERSION, "files": files}, indent=1))
+
+
+def _write_mark(folder: Path, text: str) -> None:
+    """Write a mark, and keep the folder's time: the Trainer removes the oldest folders first.
+
+    Raises:
+        WriteError: it cannot be written.
+    """
+    times = folder.stat()
     replace_bytes(str(folder / MARK), text.encode())
-
-
-def _version(folder: Path) -> tuple[int, int] | None:
-    """Return what identifies a version of a checkpoint; None if it is unfinished."""
-    try:
-        found = os.stat(folder / _LAST_WRITTEN)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
-
-
-def _folder_of(args: Any, state: Any) -> Path:
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    with suppress(OSError):  # another user's folder
+        os.utime(folder, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:
@@ -262,23 +318,6 @@ def _sync(folder: Path) -> None:
         finally:
             os.close(fd)
     sync_folders(folders)
-
-
-def _remove_old(newest: Path, limit: int, best: str | None) -> None:
-    """Remove the oldest marked checkpoints beyond the limit, but not the newest or the best."""
-    kept = {newest, Path(best)} if best else {newest}
-    there = [one for one in _checkpoints(newest.parent) if _marked_files(one) is not None]
-    surplus = len(there) - max(limit, len(kept))
-    for folder in reversed(there):
-        if surplus <= 0:
-            break
-        if folder not in kept:
-            try:
-                (folder / MARK).unlink(missing_ok=True)
-                shutil.rmtree(folder)
-            except OSError as error:
-                _log.warning("%s: an old checkpoint stays: %s", folder, error)
-            surplus -= 1
 
 
 def _on_any_rank(here: bool) -> bool:
