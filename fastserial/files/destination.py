@@ -37,6 +37,7 @@ from fastserial.config.performance import LARGE_FILE, PAGE
 from fastserial.errors import REMEDIES, WriteError, write_error
 from fastserial.files import linux
 from fastserial.files.linux import Attributes, attributes_of, set_attributes
+from fastserial.files.nodes import is_node
 from fastserial.files.sources import file_name, plain_file
 from fastserial.interrupts import OWN, Background, Descriptors, finish
 from fastserial.reasons import A_FILE, ANOTHER_OWNER, GIVE_A_PATH, RENAMES, Reason
@@ -131,7 +132,8 @@ def find_target(name: str | bytes, replace_link: bool = False) -> PathTarget:
 
     Args:
         name: the path; one of bytes is torch's to write.
-        replace_link: a symbolic link at the path is replaced, not the file that it leads to.
+        replace_link: a symbolic link at the path is replaced, not the file that it leads to; but
+            not one to a device.
 
     Raises:
         CannotReplace: it is the name of no file.
@@ -140,7 +142,7 @@ def find_target(name: str | bytes, replace_link: bool = False) -> PathTarget:
     """
     if not isinstance(name, str):
         raise CannotReplace(_BYTES)
-    if replace_link and os.path.islink(name):
+    if replace_link and os.path.islink(name) and not is_node(name):
         return PathTarget(name, name, os.lstat(name))
     if not name or "\0" in name or name.endswith("/"):
         raise CannotReplace(_NO_NAME)

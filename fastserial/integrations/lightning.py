@@ -22,10 +22,13 @@ import threading
 from functools import partial
 from typing import Any
 
+import torch
+
 from fastserial.checkpoints.load import load
 from fastserial.checkpoints.save import write
 from fastserial.config import current
 from fastserial.files.durable import make_folder
+from fastserial.files.nodes import is_node, open_node
 from fastserial.import_hook import when_imported
 from fastserial.overlap.asynchronous import check_budget, start_save
 from fastserial.overlap.pending import PendingSave
@@ -131,8 +134,16 @@ class FastCheckpointIO:
             checkpoint,
             local,
             prefix=_PREFIX,
-            otherwise=lambda: self._lightnings_own().save_checkpoint(checkpoint, local),
+            otherwise=lambda: self._write_otherwise(checkpoint, local),
         )
+
+    def _write_otherwise(self, checkpoint: dict[str, Any], local: str) -> None:
+        """Let Lightning write a checkpoint; but it would replace a device by a file."""
+        if is_node(local):
+            with open_node(local) as node:
+                torch.save(checkpoint, node)
+        else:
+            self._lightnings_own().save_checkpoint(checkpoint, local)
 
     def _lightnings_own(self) -> Any:
         if self._stock is None:
@@ -266,7 +277,7 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
                 local,
                 self._budget,
                 prefix=_PREFIX,
-                otherwise=lambda: self._lightnings_own().save_checkpoint(checkpoint, local),
+                otherwise=lambda: self._write_otherwise(checkpoint, local),
             )
         except BaseException as error:  # perhaps that of an earlier save to this path
             self._saves = [one for one in self._saves if not _ended_by(one, error)]

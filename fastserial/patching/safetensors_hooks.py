@@ -19,6 +19,7 @@ from typing import Any
 
 from fastserial.config import current
 from fastserial.files.destination import StockWay
+from fastserial.files.nodes import is_node, open_node
 from fastserial.formats.extents import storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
 from fastserial.formats.tensors import ITEM_BYTES
@@ -26,6 +27,7 @@ from fastserial.import_hook import when_imported
 from fastserial.memory.storages import HostMemory, batch_of
 from fastserial.patching import save_hooks
 from fastserial.patching.patches import Swap
+from fastserial.reasons import A_FILE, Reason
 from fastserial.reports import SAVES
 from fastserial.saving.writer import FastFileWriter
 
@@ -33,6 +35,8 @@ _MODULE = "safetensors.torch"
 _FUNCTION = "serialize_file"
 _log = logging.getLogger("fastserial")
 _DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
+_A_NODE = Reason("not a regular file", A_FILE)
+_Prepared = tuple[bytes, Sequence[HostMemory]]
 _wanted = False
 _swap: Swap | None = None
 _ranks: Mapping[str, int] = {}  # by dtype: in which order tensors are written
@@ -107,6 +111,7 @@ def _serialize_file(
     """Write what safetensors' `serialize_file` writes, byte for byte.
 
     Of several entries in `metadata` safetensors itself writes some order; here it is the given one.
+    A device is written to, not replaced.
 
     Raises:
         WriteError: the file cannot be written; the previous one is intact.
@@ -115,6 +120,9 @@ def _serialize_file(
     prepared, found = None, None
     if _wanted and isinstance(filename, str | os.PathLike) and current().safetensors:
         prepared = _prepare(tensor_dict, metadata)
+        if is_node(filename):
+            _write_through(filename, tensor_dict, metadata, prepared)
+            return
     if prepared is not None:
         found = save_hooks.open_writer(filename, "safetensors", True)
     if isinstance(found, StockWay):
@@ -130,9 +138,29 @@ def _serialize_file(
         writer.release_sources()
 
 
-def _prepare(
-    tensors: Mapping[str, Any], metadata: Mapping[str, str] | None
-) -> tuple[bytes, Sequence[HostMemory]] | None:
+def _write_through(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    metadata: Mapping[str, str] | None,
+    prepared: _Prepared | None,
+) -> None:
+    """Write to a device or a pipe, which safetensors' own function would replace."""
+    SAVES.add_torchs(_A_NODE)
+    if prepared is None:
+        serialize = importlib.import_module("safetensors").serialize
+        contents = [serialize(tensors, metadata=metadata)]
+    else:
+        header, memories = prepared
+        contents = [header, *map(_bytes_of, memories)]
+    with open_node(path) as node:
+        node.writelines(contents)
+
+
+def _bytes_of(memory: HostMemory) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * memory.nbytes).from_address(memory.address)
+
+
+def _prepare(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> _Prepared | None:
     """Return the header and the tensors' memory in their order; None: safetensors has to write."""
     if metadata is not None and (not metadata or not _is_text(metadata)):
         return None

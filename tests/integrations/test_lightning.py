@@ -157,6 +157,22 @@ def test_a_file_that_is_not_ours_to_write(any_io: Any, not_ours: Path, tmp_path:
     assert weight(tmp_path / "old.ckpt") == 1.0
 
 
+@pytest.mark.parametrize("ours", OURS)
+def test_a_pipe_is_written_to_and_stays(ours: Any, tmp_path: Path) -> None:
+    """Lightning itself renames a file over it, as root over `/dev/null`."""
+    path, read = tmp_path / "pipe", []
+    os.mkfifo(path)
+    reader = threading.Thread(target=lambda: read.append(path.read_bytes()), daemon=True)
+    reader.start()
+    io = ours()
+    io.save_checkpoint({"x": torch.ones(3)}, path)
+    io.teardown()
+    reader.join(60)
+    assert path.is_fifo()
+    TorchCheckpointIO().save_checkpoint({"x": torch.ones(3)}, tmp_path / "stock")
+    assert read == [(tmp_path / "stock").read_bytes()]
+
+
 def test_what_lightning_refuses(any_io: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="storage_options"):
         any_io.save_checkpoint(state(), tmp_path / "x.ckpt", storage_options={"a": 1})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,42 @@ def test_a_save_that_fails_leaves_what_was_there(
     assert os.listdir(tmp_path) == ["a"]
     assert not path.is_symlink()
     assert kind != "link" or load_file(blob)["a"].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("case", ["no metadata", "empty metadata"])  # safetensors does the latter
+@pytest.mark.parametrize("kind", ["device", "pipe", "descriptor"])
+@pytest.mark.parametrize("linked", [False, True])
+def test_what_is_not_a_file_is_written_to_and_stays(
+    fast: Callable[[], int], case: str, kind: str, linked: bool, tmp_path: Path
+) -> None:
+    """safetensors itself renames a file over it, as root over `/dev/null`."""
+    saved, metadata = CASES[case]
+    stock(save_file, saved, tmp_path / "stock", metadata=metadata)
+    path, out = tmp_path / "path", os.open(tmp_path / "out", os.O_RDWR | os.O_CREAT)
+    node = tmp_path / "node" if linked else path
+    reader = threading.Thread(target=lambda: os.write(out, node.read_bytes()), daemon=True)
+    if kind == "device":
+        try:
+            os.mknod(node, 0o600 | stat.S_IFCHR, os.makedev(1, 3))  # as /dev/null is
+            node.write_bytes(b"")
+        except PermissionError:
+            pytest.skip("devices need root, and a mount that has them")
+    elif kind == "pipe":
+        os.mkfifo(node)
+        reader.start()
+    else:
+        node = Path(f"/proc/self/fd/{out}")
+    if node != path:
+        path.symlink_to(node)  # as /dev/stdout is
+    before = path.lstat().st_mode, path.stat().st_mode
+    save_file(saved, path, metadata=metadata)
+    assert (path.lstat().st_mode, path.stat().st_mode) == before
+    if kind == "pipe":
+        reader.join()
+    os.close(out)
+    expected = b"" if kind == "device" else (tmp_path / "stock").read_bytes()
+    assert (tmp_path / "out").read_bytes() == expected
+    assert fast() == 0
 
 
 def test_switched_on_by_the_environment(tmp_path: Path) -> None:
