@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -493,11 +494,19 @@ def is_part(name: str) -> bool:
 
 
 def storage_records(directory: Directory) -> list[RecordEntry]:
-    """Return the records that hold storages as they are: stored and not empty."""
+    """Return the records that hold storages as they are: stored and not empty.
+
+    Only torch's reader decides which it takes of several with one name (without case): none of them
+    is returned.
+    """
+    counts = Counter(record.name.lower() for record in directory.records)
     return [
         record
         for record in directory.records
-        if record.size and record.is_stored and record.name.startswith("data/")
+        if record.size
+        and record.is_stored
+        and record.name.startswith("data/")
+        and counts[record.name.lower()] == 1
     ]
 
 

@@ -197,7 +197,7 @@ class Prefetch:
             entries: what to read; their `data_offset` may be wrong (see `take`).
             verify: check each record's CRC-32.
             device: where they are to go; None: host memory. To a device all records are read
-                together, and none is ever whole in host memory.
+                together, once one is asked for, and none is ever whole in host memory.
         """
         self.error: BaseException | None = None
         self.wait_seconds = 0.0
@@ -306,7 +306,7 @@ class Prefetch:
             wanted = self._wanted
             if wanted is not None and wanted.left is None:
                 group = wanted
-            elif self._held and self._held + group.nbytes > LOOK_AHEAD:
+            elif self._held + group.nbytes > LOOK_AHEAD:  # the pickle may never ask for it
                 yield None
                 continue
             self._unread.remove(group)

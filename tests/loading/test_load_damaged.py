@@ -6,12 +6,13 @@ import io
 import os
 import random
 import resource
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.archives import hostile, state, unusual
+from support.archives import appended, hostile, state, unusual
 from support.corpus import FORMATS, noise, without_crc
 from support.damage import damaged
 from support.identity import digest, fast, saved, stock, stock_bytes
@@ -21,6 +22,7 @@ import fastserial
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
 from fastserial.formats.source import BytesSource
 from fastserial.formats.zip_format import read_directory
+from fastserial.loading import prefetch
 
 DIRECT, VERIFIED = FORCED["direct"], FORCED["verified"]
 pytestmark = pytest.mark.usefixtures("all_forced")
@@ -160,6 +162,32 @@ def test_what_only_torch_can_read_is_read_by_torch(
     assert digest(want.value) == digest(state())
 
 
+@pytest.mark.parametrize("damaged", [0, 1])
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_record_that_is_there_twice(
+    damaged: int, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one name and checksum, and one of them damaged: stock's choice, or an error."""
+    if apart:
+        monkeypatch.setattr(prefetch, "READ_TOGETHER", 1)
+    value = noise(30_000)
+    with zipfile.ZipFile(io.BytesIO(stock_bytes([value]))) as file:
+        body = file.read("archive/data/0")
+    path = tmp_path / "f.pt"
+    data = bytearray(appended(stock_bytes([value]), ("archive/data/0", body, zipfile.ZIP_STORED)))
+    records = read_directory(BytesSource(data)).records
+    at = [record.data_offset for record in records if record.name == "data/0"][damaged]
+    assert data[at : at + 30_000] == body
+    data[at + 3] ^= 0xFF
+    path.write_bytes(data)
+    want = both(lambda: torch.load(path), DIRECT, {})
+    assert want.error is None
+    with fast(**VERIFIED):
+        got = attempt(lambda: torch.load(path))
+    assert isinstance(got.error, CorruptCheckpointError) or digest(got.value) == digest([value])
+    assert (got.error is None) == (digest(want.value) == digest([value]))
+
+
 # --- files that change --------------------------------------------------------------------------
 
 
@@ -171,8 +199,6 @@ def _written_over(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("how", ["truncate", "overwrite", "append"])
 def test_file_changes_while_read(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastserial.loading import prefetch
-
     monkeypatch.setattr(prefetch, "LOOK_AHEAD", 100_000)
     path = saved(tmp_path, [noise(90_000) for _ in range(20)], name="archive.pt")
     data = path.read_bytes()

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import signal
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 from support.corpus import MIB, noise
 from support.identity import digest, fast, saved, stock
+from support.limits import peak
 from support.loading import last_report
 
 from fastserial.config import Config
@@ -96,6 +98,38 @@ def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.M
             held.append(sum(len(group.records) for group in groups.values()))
             assert ahead.take(name, MIB) is not None
     assert 2 <= max(held) <= 3
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_record_that_nobody_asks_for_costs_no_memory(
+    asked: int, verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the look-ahead, as with stock."""
+    monkeypatch.setattr(prefetch_module, "LOOK_AHEAD", 8 * MIB)
+    with zipfile.ZipFile(saved(tmp_path, [noise(5000)])) as file:
+        pickled, data = file.read("f/data.pkl"), file.read("f/data/0")
+    key = b"X\x01\x00\x00\x00%d"
+    records = {"data/0": bytes(64 * MIB), "data/1": bytes(64 * MIB)} | {f"data/{asked}": data}
+    records["data.pkl"] = pickled.replace(key % 0, key % asked)
+    writer = torch._C.PyTorchFileWriter(str(tmp_path / "f.pt"))
+    for name, body in records.items():
+        writer.write_record(name, body, len(body))
+    writer.write_end_of_file()
+    found = []
+
+    def load() -> None:
+        found.append(digest(torch.load(tmp_path / "f.pt")))
+
+    with stock():
+        load()
+        stocks = peak(load)
+    with fast(small_file=0, direct=False, verify_on_load=verify):
+        load()
+        ours = peak(load)
+    assert len(set(found)) == 1
+    assert last_report().engine == "threads"
+    assert ours < stocks + 16 * MIB
 
 
 def test_the_file_shrinks(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -80,7 +81,8 @@ def rewritten(
 def appended(data: bytes, *records: _Record) -> bytes:
     """More records, with how to compress them, by Python's zipfile."""
     out = io.BytesIO(data)
-    with zipfile.ZipFile(out, "a") as file:
+    with zipfile.ZipFile(out, "a") as file, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Duplicate name")
         for name, body, compression in records:
             file.writestr(name, body, compression)
     return out.getvalue()

@@ -32,6 +32,7 @@ import torch
 import fastserial
 from support.corpus import saveable
 from support.identity import digest, saver, stock
+from support.limits import peak
 
 MORE_BYTES = 64 << 20
 TIMES, MORE_SECONDS = 10, 2.0
@@ -237,35 +238,27 @@ class Seen(NamedTuple):
     seconds: float
 
 
-def _peak() -> int:
-    """Return the most memory that the process had since `_forget_peak` (bytes)."""
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-def _forget_peak() -> None:
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-
-
 def _seen(load: Callable[[], Any]) -> Seen:
-    value: str | None = None
-    error: type[BaseException] | None = None
-    torch._utils._sparse_tensors_to_validate.clear()  # those of a load that failed
-    _forget_peak()
-    before, began = _peak(), time.perf_counter()
-    try:
-        found = load()
-    except Exception as raised:
-        error = type(raised)
-    seconds, nbytes = time.perf_counter() - began, _peak() - before
-    if error is None:
+    found: list[Any] = []
+    errors: list[type[BaseException]] = []
+
+    def run() -> None:
         try:
-            value = digest(found)
-        except Exception as raised:  # a value that cannot be pickled again
-            value = f"{type(found)}, {type(raised)}"
-    return Seen(value, error, nbytes, seconds)
+            found.append(load())
+        except Exception as error:
+            errors.append(type(error))
+
+    torch._utils._sparse_tensors_to_validate.clear()  # those of a load that failed
+    began = time.perf_counter()
+    nbytes = peak(run)
+    seconds = time.perf_counter() - began
+    if errors:
+        return Seen(None, errors[0], nbytes, seconds)
+    try:
+        value = digest(found[0])
+    except Exception as error:  # a value that cannot be pickled again
+        value = f"{type(found[0])}, {type(error)}"
+    return Seen(value, None, nbytes, seconds)
 
 
 def compare(path: Path, seed: int) -> tuple[str, str | None]:
