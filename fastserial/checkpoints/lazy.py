@@ -59,7 +59,11 @@ class LazyCheckpoint:
             self._container = open_readable(self._file.source, self._path)
         else:
             self._file = OccasionalReader(path, config)
-            self._container = open_readable(DescriptorSource(self._file.fd), self._file.name)
+            try:
+                self._container = open_readable(DescriptorSource(self._file.fd), self._file.name)
+            except BaseException:  # its traceback keeps this object
+                self._file.close()
+                raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LazyCheckpoint, self._opened

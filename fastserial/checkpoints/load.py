@@ -88,9 +88,10 @@ def _verified(function: Any, path: str | os.PathLike[str], *args: Any, **kwargs:
     with open(path, "rb") as file:
         seen = stamp(file.fileno())
         refuse_damaged(path, file.fileno())
-        found = function(path, *args, **kwargs)
-        same = os.path.samestat(os.stat(path), os.fstat(file.fileno()))
-        if not same or not seen.holds_for(file.fileno()):
+        # the path may have another file by now; for `mmap=True` torch needs one
+        name = f"/proc/self/fd/{file.fileno()}"
+        found = function(name if os.path.exists(name) else file, *args, **kwargs)
+        if not seen.holds_for(file.fileno()):
             raise CorruptCheckpointError("the file changed while it was read", path=os.fspath(path))
     return found
 

@@ -524,7 +524,11 @@ class OccasionalReader:
         self._config = config if config is not None else current()
         self._files: Descriptors | None = Descriptors()
         self.fd = self._files.open(self.name, os.O_RDONLY)
-        self._stamp = _stamp_of_file(self.fd, self.name)
+        try:
+            self._stamp = _stamp_of_file(self.fd, self.name)
+        except BaseException:
+            self._files.close()
+            raise
 
     @property
     def closed(self) -> bool:

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import weakref
+from functools import partial
 from io import BytesIO
 from time import perf_counter
 from typing import Any, BinaryIO
@@ -73,6 +74,14 @@ class LoadSession:
 
     def __enter__(self) -> BinaryIO:
         file: BinaryIO = self.opener.__enter__()
+        try:
+            self._begin(file)
+        except BaseException:  # then `with` calls no `__exit__`
+            finish(self._release, partial(self.opener.__exit__, *sys.exc_info()))
+            raise
+        return file
+
+    def _begin(self, file: BinaryIO) -> None:
         self.file = file
         self.source = file_source(file, self.config.small_file)
         if self.source is not None and self.source.size <= SHORT_LOAD:
@@ -83,7 +92,6 @@ class LoadSession:
             self.head = file.read(len(LOCAL_SIGNATURE))
             file.seek(start)
         _open.loads.append(weakref.ref(self))
-        return file
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         _open.loads = [load for load in _open.loads if load() not in (None, self)]

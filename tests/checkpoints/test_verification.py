@@ -333,8 +333,7 @@ def test_the_file_that_was_verified_is_read(
         assert target["a"].tolist() == [1.0] * 300
     else:
         without_patch(monkeypatch)
-        with pytest.raises(CorruptCheckpointError, match="changed"):
-            load(path, verify=True)
+        assert load(path, verify=True)["a"].tolist() == [1.0] * 300
 
 
 def without_patch(monkeypatch: pytest.MonkeyPatch, function: Any = None) -> None:
@@ -343,23 +342,40 @@ def without_patch(monkeypatch: pytest.MonkeyPatch, function: Any = None) -> None
     monkeypatch.setattr(checkpoints_load, "_function", lambda: torch.load)
 
 
-def test_a_replaced_torch_load_gets_the_path(
+def test_without_a_patch_the_verified_file_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `mmap=True`, and for functions that tell formats apart by the name, it needs one."""
-    path, stock_load, seen = tmp_path / "x.pt", torch.load, []
+    """Another file has its path while torch loads; with `mmap=True`, too, which needs a path."""
+    path, other, moved = (tmp_path / name for name in ("x.pt", "other.pt", "moved.pt"))
     torch.save({"a": torch.ones(300)}, path)
+    torch.save({"a": torch.zeros(300)}, other)
+    stock_load = torch.load
 
     def replaced(f: Any, **options: Any) -> Any:
-        seen.append(f)
-        found = stock_load(f, **options)
-        if len(seen) == 3:  # in place
-            path.write_bytes(path.read_bytes()[::-1])
-        return found
+        os.rename(path, moved)
+        os.rename(other, path)
+        try:
+            return stock_load(f, **options)
+        finally:
+            os.rename(path, other)
+            os.rename(moved, path)
 
     without_patch(monkeypatch, replaced)
     for options in ({}, {"mmap": True}):
         assert load(path, verify=True, **options)["a"].tolist() == [1.0] * 300
+
+
+def test_without_a_patch_a_file_must_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, stock_load = tmp_path / "x.pt", torch.load
+    torch.save({"a": torch.ones(300)}, path)
+
+    def replaced(f: Any, **options: Any) -> Any:
+        found = stock_load(f, **options)
+        path.write_bytes(path.read_bytes()[::-1])  # in place
+        return found
+
+    without_patch(monkeypatch, replaced)
     with pytest.raises(CorruptCheckpointError, match="changed"):
         load(path, verify=True)
-    assert seen == [path] * 3

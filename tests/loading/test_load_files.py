@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import io
 import os
@@ -12,8 +13,12 @@ from typing import Any
 import pytest
 import torch
 from support.corpus import FORMATS, noise
-from support.identity import fast, stock_bytes
+from support.identity import fast, saved, stock_bytes
 from support.loading import FORCED, both, last_report
+
+import fastserial
+from fastserial.errors import CheckpointFileError
+from fastserial.loading import session
 
 DIRECT = FORCED["direct"]
 pytestmark = pytest.mark.usefixtures("all_forced")
@@ -126,3 +131,42 @@ def test_a_file_that_is_not_plain_is_reported(fmt: str, tmp_path: Path) -> None:
         torch.load(tmp_path / "plain.pt")
         torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(stock_bytes(VALUE, "zip")))
         assert last_report().path == str(tmp_path / "plain.pt")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), TimeoutError("alarm")])
+def test_a_load_that_ends_at_its_beginning_leaves_nothing_open(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = saved(tmp_path, [noise(300)]), []
+
+    def interrupted(file: Any, small: int) -> Any:
+        opened.append(file)
+        raise error
+
+    monkeypatch.setattr(session, "file_source", interrupted)
+    with fast(), pytest.raises(type(error)) as caught:
+        torch.load(path)
+    assert caught.value is error
+    assert [file.closed for file in opened] == [True]
+
+
+def test_a_load_that_ends_at_its_beginning_collects_garbage_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, before = saved(tmp_path, [noise(300)]), gc.get_threshold()
+    monkeypatch.setattr(session, "_open", None)  # what is used last
+    with fast(), pytest.raises(AttributeError) as caught:
+        torch.load(path)
+    assert gc.get_threshold() == before
+    assert caught.value.__traceback__ is not None  # it keeps the load
+
+
+@pytest.mark.parametrize("what", ["file", "no checkpoint"])
+def test_open_that_fails_leaves_nothing_open(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    path.write_bytes(b"none")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises((OSError, CheckpointFileError)) as caught:
+        fastserial.open(tmp_path if what == "file" else path)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert caught.value.__traceback__ is not None
