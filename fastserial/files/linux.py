@@ -69,8 +69,9 @@ _StatX = ctypes.c_char * 256  # `struct statx`
 _ATTRIBUTES = struct.Struct("<8xQ40xQ")  # the attributes, and which of them are known
 _MASK, _MOUNT, _ALIGNMENTS = struct.Struct("=I"), struct.Struct("=144xQ"), struct.Struct("=152xII")
 _StatFs = ctypes.c_long * 32  # more than any machine's `struct statfs`, which begins with the type
-# EPERM: of a container's filter of system calls
-_NOT_RESERVED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV, errno.EPERM, errno.EINTR)
+# Of calls that a save can do without: no other error is the disk's. FUSE servers, network file
+# systems and filters of system calls answer what they like.
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length, process
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -151,14 +152,14 @@ def preallocate(fd: int, offset: int, length: int) -> bool:
     after each.
 
     Raises:
-        OSError: there is not enough space (ENOSPC, EDQUOT, EFBIG), or the disk failed.
+        OSError: there is not enough space (ENOSPC, EDQUOT, EFBIG), or the disk failed (EIO).
     """
     call = _libc.fallocate
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     if call(fd, 0, offset, length) == 0:
         return True
     number = ctypes.get_errno()
-    if number not in _NOT_RESERVED:
+    if number in _OF_THE_DISK:
         raise OSError(number, os.strerror(number))
     return False
 
@@ -511,7 +512,6 @@ def _probe(fd: int, offset: int, length: int) -> float | None:
 
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
-_NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP, errno.EPERM)
 
 _sync_file_range = getattr(_libc, "sync_file_range", None)
 
@@ -577,16 +577,20 @@ class Trial:
 
 
 def _sync(fd: int, offset: int, length: int, flags: int) -> bool:
-    """Return False where there is no such call."""
+    """Return False where there is no such call.
+
+    Raises:
+        OSError: the device failed.
+    """
     if _sync_file_range is None:
         return False
     span = ctypes.c_int64(offset), ctypes.c_int64(length)
     if _sync_file_range(fd, *span, ctypes.c_uint(flags)) == 0:
         return True
     number = ctypes.get_errno()
-    if number in _NOT_HERE:
-        return False
-    raise OSError(number, os.strerror(number))  # the sync at the end would not report it again
+    if number in _OF_THE_DISK:  # the sync at the end would not report it again
+        raise OSError(number, os.strerror(number))
+    return False
 
 
 # -- owner, mode, ACL, extended attributes ---------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Iterator
@@ -13,11 +14,13 @@ import pytest
 from fastserial.config import Config
 from fastserial.engines import Request, threads
 from fastserial.engines.threads import ThreadsEngine, transfer
+from fastserial.errors import WriteError
 from fastserial.files import linux
 from fastserial.formats.extents import Extent, Literal
 from fastserial.interrupts import Descriptors
 from fastserial.memory.buffers import BufferPool
 from fastserial.saving.extent_writer import ExtentWriter, choose_route
+from fastserial.saving.writer import FastFileWriter
 
 BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 3, "threads": 2}
 
@@ -86,3 +89,45 @@ def test_direct_writes_that_are_refused_all_go_through_the_cache(
     assert not outcome.direct
     assert "refused" in str(outcome.fallback)
     assert outcome.engine_bytes + outcome.plain_bytes == 2_000_000
+
+
+@pytest.mark.parametrize("call", ["fallocate", "sync_file_range"])
+@pytest.mark.parametrize(
+    ("number", "is_disks"),
+    [
+        *((number, True) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)),
+        *((number, False) for number in (errno.EINVAL, errno.EACCES, errno.ENOTTY, errno.EBADE)),
+    ],
+)
+def test_only_the_disks_errors_of_a_call_that_is_not_needed_fail_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, is_disks: bool
+) -> None:
+    """FUSE servers may answer anything."""
+    called: list[int] = []
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            return refuse if name == call else getattr(library, name)
+
+    def refuse(*arguments: object) -> int:
+        called.append(0)
+        ctypes.set_errno(number)
+        return -1
+
+    library = linux._libc
+    monkeypatch.setattr(linux, "_speeds", {})
+    monkeypatch.setattr(linux, "_libc", Library())
+    if call == "sync_file_range":
+        monkeypatch.setattr(linux, "_sync_file_range", refuse)
+    path, data = tmp_path / "f", os.urandom(300_000)
+    path.write_bytes(b"old")
+    monkeypatch.setattr(linux, "TRIAL", 65536)
+    failed = None
+    try:
+        with FastFileWriter(path, Config(**BLOCKS)) as writer:
+            writer.write_layout([Extent(0, len(data), Literal(data))], len(data))
+    except WriteError as error:
+        failed = error.errno
+    assert called or call == "sync_file_range"  # there is no trial without direct I/O
+    assert failed == (number if is_disks and called else None)
+    assert path.read_bytes() == (data if failed is None else b"old")
