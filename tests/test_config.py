@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,37 @@ def test_options_are_of_one_thread() -> None:
         thread.start()
         thread.join()
     assert seen == [config.Config().queue_depth]
+
+
+def test_functions_are_not_kept_when_they_are_no_options_any_more(tmp_path: Path) -> None:
+    """A closure may hold a model; save_async runs in a copy of the block's context."""
+
+    class Callback:
+        def __call__(self, report: object) -> None:
+            seen.append(report)
+
+    seen: list[object] = []
+    kept = []
+    for how in ("options", "async", "load", "installed"):
+        given = Callback()
+        kept.append(weakref.ref(given))
+        if how == "installed":
+            fastserial.install(on_report=given)
+            torch.save([1], tmp_path / "x")
+            fastserial.uninstall()
+        elif how == "async":
+            with fastserial.options(on_report=given):
+                save = fastserial.save_async([torch.ones(3)], tmp_path / "x")
+            save.result()
+            del save
+        else:
+            with fastserial.options(on_report=given, on_load=given):
+                fastserial.save([1], tmp_path / "x")
+                fastserial.load(tmp_path / "x")
+        del given
+        gc.collect()
+    assert len(seen) >= 4
+    assert [one() for one in kept] == [None] * 4
 
 
 def test_sizes() -> None:

@@ -199,12 +199,51 @@ _NEAR = 0.7  # of a misspelt name that is right, for `difflib`
 _DEFAULT = Config()
 _NOTHING: Mapping[str, Any] = {}
 _installed: Mapping[str, Any] = _NOTHING
-_scoped: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
-    "fastserial_options", default=_NOTHING
-)
-_last: tuple[Mapping[str, Any], Config] = (_NOTHING, _DEFAULT)  # what `current` returned last
 _names_checked = False
 _refused: dict[tuple[str, str], str] = {}  # why the value of a variable is not used
+
+
+class _Scope:
+    """The options of a `with` block, or of none, and the `Config` that was made of them last.
+
+    That may hold what the caller's functions refer to: it is gone with the block.
+    """
+
+    __slots__ = ("last", "values")
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+        self.last: tuple[Mapping[str, Any], Config] = (_NOTHING, _DEFAULT)
+
+    def with_options(self, values: Mapping[str, Any]) -> _Scope:
+        """Return a scope inside of this one.
+
+        Raises:
+            ConfigError: an option has an unknown name.
+        """
+        _check_names(values)
+        return _Scope({**self.values, **values})
+
+    def config(self) -> Config:
+        """Return the options in force.
+
+        Raises:
+            ConfigError: an option has an impossible value.
+        """
+        values = {**_from_environment(), **_installed, **self.values}
+        if not values:
+            return _DEFAULT
+        known, config = self.last  # the same options come again and again
+        if known != values:
+            config = replace(_DEFAULT, **values)
+            self.last = values, config
+        return config
+
+
+_outside = _Scope(_NOTHING)
+_scoped: contextvars.ContextVar[_Scope] = contextvars.ContextVar(
+    "fastserial_options", default=_outside
+)
 
 
 def current(**overrides: Any) -> Config:
@@ -218,17 +257,8 @@ def current(**overrides: Any) -> Config:
     Raises:
         ConfigError: an option has an unknown name or an impossible value.
     """
-    global _last
-    if overrides:
-        _check_names(overrides)
-    values = {**_from_environment(), **_installed, **_scoped.get(), **overrides}
-    if not values:
-        return _DEFAULT
-    known, config = _last  # the same options come again and again
-    if known != values:
-        config = replace(_DEFAULT, **values)
-        _last = values, config
-    return config
+    scope = _scoped.get()
+    return (scope.with_options(overrides) if overrides else scope).config()
 
 
 @contextlib.contextmanager
@@ -241,8 +271,9 @@ def options(**values: Any) -> Iterator[Config]:
     Raises:
         ConfigError: an option has an unknown name or an impossible value.
     """
-    config = current(**values)
-    token = _scoped.set({**_scoped.get(), **values})
+    scope = _scoped.get().with_options(values)
+    config = scope.config()
+    token = _scoped.set(scope)
     try:
         yield config
     finally:
@@ -265,11 +296,12 @@ def forget_installed() -> None:
     """Forget all options given to `install()`."""
     global _installed
     _installed = _NOTHING
+    _outside.last = _NOTHING, _DEFAULT
 
 
 def origin_of(name: str) -> str:
     """Return what set an option: `options()`, `install()`, a variable's name, or `default`."""
-    if name in _scoped.get():
+    if name in _scoped.get().values:
         return "options()"
     if name in _installed:
         return "install()"
