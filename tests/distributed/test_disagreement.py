@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,22 @@ def test_all_bytes_are_compared_if_asked_for(tmp_path: Path) -> None:
 
 def test_shards_of_a_class_of_their_own(tmp_path: Path) -> None:
     ranks.run("ranks_disagree", 2, "subclasses", tmp_path)
+
+
+@pytest.mark.parametrize("when", ["first", "second", "writing"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_stopped_rank_is_named_in_time(victim: int, when: str, tmp_path: Path) -> None:
+    """Also the one that hosts the job's store, which then answers nobody."""
+    if not FULL and (victim, when) not in {(0, "first"), (0, "writing"), (1, "second")}:
+        pytest.skip("the long form only")
+    job = ranks.Job("ranks_stop", 3, tmp_path, victim, when)
+    others = [rank for rank in range(3) if rank != victim]
+    until = time.monotonic() + 100
+    while not all(job.out(rank) for rank in others) and time.monotonic() < until:
+        time.sleep(0.05)
+    job.kill(victim)
+    job.wait()
+    for rank in others:
+        blamed, seconds = job.out(rank).split()
+        assert int(blamed) == victim
+        assert float(seconds) < 3 + 5 + 2, "the timeout, five seconds, and a busy machine"

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from fastserial.distributed.ranks.call import Call, ranks_in_words, refuse_unconnected_rank
+from fastserial.distributed.ranks.store import BoundedStore
 from fastserial.errors import (
     ConfigError,
     DistributedError,
@@ -175,7 +176,7 @@ class Traffic:
         self._last_beat = 0.0
         self._name = use + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         self._job_store = store
-        self._store: Any = None
+        self._store: Any = None  # a `BoundedStore`
         self._group: Any = None
         self._closed = False
 
@@ -192,17 +193,37 @@ class Traffic:
         self._last_beat = time.monotonic()
         self.timeout = timeout
         self._closed = False
+        try:
+            self._find_connections()
+        except RuntimeError as error:
+            if isinstance(error, DistributedError):
+                raise
+            self._drop()
+            self._store = None
+            self._closed = True
+            host = self.ranks.get(0, self.rank)
+            text = f"its process may host the job's store: {error} ({self._call})"
+            raise distributed_error(host, text) from error
+
+    def _find_connections(self) -> None:
+        """Use the connections of the last call, or make new ones if it failed.
+
+        Raises:
+            DistributedError: this call has failed on another rank already.
+            RuntimeError: the job's store does not answer.
+        """
         while True:
             if self._store is None:
                 prefix = f"fastserial/{self._name}/{self._generation}"
-                self._store = _prefixed(prefix, self._job_store)
-            if not self._failed():
+                self._store = BoundedStore(prefix, self._job_store, self.timeout)
+            self._store.limit = self.timeout
+            if not self._store.has(_FAILED):
                 break
-            calls, failed, rank, cause, kind = json.loads(bytes(self._store.get(_FAILED)).decode())
+            calls, failed, rank, cause, kind = json.loads(self._store.get(_FAILED))
             self._drop()  # connections that broke are never used again, and others may wait here
-            if calls >= self._calls and call.is_same(_call_from(failed)):
+            if calls >= self._calls and self._call.is_same(_call_from(failed)):
                 self._closed = True
-                self._ended.append(call)
+                self._ended.append(self._call)
                 raise distributed_error(rank, cause, ErrorKind(*kind))
             self._store = None
             self._generation += 1
@@ -219,19 +240,23 @@ class Traffic:
         self._store.set(f"came/{self.rank}", "1")
         try:
             with self._saying(self._not_come):
-                store = _prefixed("gloo", self._store)
-                made = make(store, self.rank, self.size, _delta(self.timeout))
+                store = BoundedStore("gloo", self._store.inner, self.timeout + _GRACE)
+                made = store.call(make, store.inner, self.rank, self.size, _delta(self.timeout))
                 self._wait_for_connected()
                 return made
         except RuntimeError as error:
-            for rank in self._not_come():
+            self._store.limit = _GRACE
+            absent: list[int] = []
+            with contextlib.suppress(RuntimeError):  # the store's host may be the one that died
+                absent = self._not_come()
+            if absent:
                 text = f"it did not join {self._call} within {self.timeout:g} seconds"
-                raise self.fail(rank, text) from error
+                raise self.fail(absent[0], text) from error
             raise self.fail(self.rank, f"it cannot connect to the other ranks: {error}") from error
 
     def _not_come(self) -> list[int]:
         """Return the ranks that have not begun to connect."""
-        return [rank for rank in range(self.size) if not self._store.check([f"came/{rank}"])]
+        return [rank for rank in range(self.size) if not self._store.has(f"came/{rank}")]
 
     @contextlib.contextmanager
     def _saying(self, awaited: Callable[[], list[int]]) -> Iterator[None]:
@@ -324,7 +349,7 @@ class Traffic:
             self._store.set("all_connected", "1")
         while True:
             failed = self._failed()  # first: a rank that continues may fail at once
-            if self._store.check(["all_connected"]):
+            if self._store.has("all_connected"):
                 return
             if failed or time.monotonic() > until:
                 raise RuntimeError("another rank did not get its connections")
@@ -340,9 +365,9 @@ class Traffic:
         """
         kind = kind or ErrorKind()
         text = json.dumps([self._calls, self._call, rank, cause, kind])
+        self._store.limit = _GRACE
         with contextlib.suppress(RuntimeError):  # the store's host may be the one that died
-            stored = self._store.compare_set(_FAILED, "", text)
-            _, _, rank, cause, found = json.loads(bytes(stored).decode())
+            _, _, rank, cause, found = json.loads(self._store.set_first(_FAILED, text))
             kind = ErrorKind(*found)
         self._closed = True
         self._finish_sending()
@@ -502,6 +527,7 @@ class Traffic:
 
     def _failure(self, rank: int, error: RuntimeError, seconds: float) -> DistributedError:
         silent = seconds > 0.9 * self.timeout
+        self._store.limit = _GRACE
         if silent:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"waits/{self.rank}", str(rank))
@@ -517,14 +543,14 @@ class Traffic:
         """Return the rank that the others wait for: a rank that waits itself is not the cause."""
         seen = {self.rank}
         with contextlib.suppress(RuntimeError):
-            while rank not in seen and self._store.check([f"waits/{rank}"]):
+            while rank not in seen and self._store.has(f"waits/{rank}"):
                 seen.add(rank)
                 rank = int(self._store.get(f"waits/{rank}"))
         return rank
 
     def _failed(self) -> bool:
         try:
-            return bool(self._store.check([_FAILED]))
+            return bool(self._store.has(_FAILED))
         except RuntimeError:  # the store's host may be the one that died
             return True
 
@@ -565,11 +591,6 @@ def _in_words(error: BaseException) -> str:
 
 def _delta(seconds: float) -> timedelta:
     return timedelta(milliseconds=max(1, round(seconds * 1000)))
-
-
-def _prefixed(prefix: str, store: Any) -> Any:
-    make: Any = dist.distributed_c10d.PrefixStore
-    return make(prefix, store)
 
 
 def node_name() -> str:
