@@ -94,4 +94,4 @@ def test_a_stopped_rank_is_named_in_time(victim: int, when: str, tmp_path: Path)
     for rank in others:
         blamed, seconds = job.out(rank).split()
         assert int(blamed) == victim
-        assert float(seconds) < 3 + 5 + 2, "the timeout, five seconds, and a busy machine"
+        assert float(seconds) < 3 + 5 + 10, "the timeout, five seconds, and a busy machine"
