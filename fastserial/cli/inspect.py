@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastserial.cli.verify import CANNOT_TELL, DAMAGED, files_of, some
+from fastserial.cli.verify import CANNOT_TELL, DAMAGED, OK, files_of, some
 from fastserial.console import counted, print_table, say
 from fastserial.reports import format_bytes
 
@@ -28,31 +28,31 @@ def inspect(
 ) -> None:
     """Show what a checkpoint contains. Reads no tensor's bytes and executes nothing.
 
-    Exit status: 0 on success, 1 if it is damaged, 2 if it cannot be read.
+    Exit status: 0 on success, 1 if one is damaged, 2 if one cannot be read.
     """
     from fastserial.checkpoints.inspect import inspect as look
-    from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
+    from fastserial.errors import CorruptCheckpointError, FastserialError
 
-    seen: list[Inspection] = []
+    files: list[dict[str, Any]] = []
+    errors: list[dict[str, str]] = []
     states: set[int] = set()
-    names = list(files_of(path)) or [path]  # which says what the folder is
-    for name in names:
+    for name in list(files_of(path)) or [path]:  # which says what the folder is
         try:
-            seen.append(look(name))
-        except UnreadableCheckpointError as error:
-            say(f"unreadable: {error}", err=True)
-            states.add(CANNOT_TELL)
-        except CorruptCheckpointError as error:
-            say(f"damaged: {error}", err=True)
-            states.add(DAMAGED)
-        else:
-            if not as_json:
-                _print_inspection(seen[-1], records)
-    if as_json and seen:
-        found = [one.to_dict() for one in seen]
-        typer.echo(json.dumps(found[0] if len(names) == 1 else {"files": found}, indent=2))
-    if states:
-        raise typer.Exit(min(states))
+            found = look(name)
+            if as_json:
+                files.append(found.to_dict())
+            else:
+                _print_inspection(found, records)
+        except (FastserialError, OSError) as error:
+            damaged = isinstance(error, CorruptCheckpointError)
+            states.add(DAMAGED if damaged else CANNOT_TELL)
+            word = "damaged" if damaged else "unreadable"
+            errors.append({"path": name, "status": word, "message": str(error)})
+            say(f"{word}: {error}", err=True)
+    status = min(states, default=OK)
+    if as_json:
+        typer.echo(json.dumps({"status": status, "files": files, "errors": errors}, indent=2))
+    raise typer.Exit(status)
 
 
 def _print_inspection(found: Inspection, records: bool) -> None:

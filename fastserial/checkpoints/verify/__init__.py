@@ -102,6 +102,8 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
         report.skipped(str(error))
     except (ConfigError, UnreadableCheckpointError) as error:
         reason = str(error)
+    except ValueError as error:  # no path: a byte that no name has, or a lone surrogate
+        reason = str(error)
     except OSError as error:
         reason = error.strerror or str(error)
     if changed:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fastserial.checkpoints.verify.report import Problem, VerifyReport
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.safetensors import read_header
 from fastserial.formats.source import DescriptorSource, naming
 from fastserial.interrupts import Descriptors
@@ -21,7 +21,7 @@ from fastserial.interrupts import Descriptors
 FILE_LIST = "file list"
 MARK = "fastserial_complete.json"
 _INDICES = (".safetensors.index.json", ".bin.index.json")
-_MOST = 1 << 30  # bytes of a list
+_MOST = 1 << 25  # bytes of a list, which takes up to 20 times as much memory
 
 
 def is_file_list(path: str) -> bool:
@@ -41,10 +41,15 @@ def _read_object(fd: int, key: str) -> dict[str, Any]:
 
     Raises:
         CorruptCheckpointError: there is none.
+        UnreadableCheckpointError: it is too large, or not a regular file.
         OSError: the file cannot be read.
     """
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise UnreadableCheckpointError("not a regular file")
     with open(fd, "rb", closefd=False) as file:
-        text = file.read(_MOST)
+        text = file.read(_MOST + 1)
+    if len(text) > _MOST:
+        raise UnreadableCheckpointError(f"a list of files larger than {_MOST} bytes")
     try:
         found: Any = json.loads(text)[key]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -61,6 +66,7 @@ def keys_of_files(fd: int) -> dict[str, list[str]]:
 
     Raises:
         CorruptCheckpointError: it is no such index.
+        UnreadableCheckpointError: it is too large, or not a regular file.
         OSError: it cannot be read.
     """
     keys: dict[str, list[str]] = {}
@@ -74,15 +80,25 @@ def read_index(path: str) -> dict[str, list[str]]:
 
     Raises:
         CorruptCheckpointError: it is no such index, or names a file elsewhere.
+        UnreadableCheckpointError: it is too large, or not a regular file.
         OSError: it cannot be read.
     """
-    with naming(path), open(path, "rb") as file:
-        files = keys_of_files(file.fileno())
+    with naming(path), Descriptors() as opened:
+        files = keys_of_files(opened.open(path, os.O_RDONLY | os.O_NONBLOCK))
     for name in files:
-        if os.path.basename(name) != name:
+        if not is_file_name(name):
             text = f"it names {name!r}, which is not in its folder"
             raise CorruptCheckpointError(text, path=path)
     return files
+
+
+def is_file_name(name: str) -> bool:
+    """Return whether a file in a folder can have a name: no path, no byte that no name has."""
+    try:
+        plain = os.path.basename(os.fsencode(name))
+    except UnicodeEncodeError:  # lone surrogates
+        return False
+    return plain == os.fsencode(name) and plain not in (b"", b".", b"..") and b"\0" not in plain
 
 
 def verify_file_list(fd: int, path: str, report: VerifyReport) -> None:
@@ -95,6 +111,7 @@ def verify_file_list(fd: int, path: str, report: VerifyReport) -> None:
 
     Raises:
         CorruptCheckpointError: it is no such list.
+        UnreadableCheckpointError: it is too large.
         OSError: it cannot be read.
     """
     report.format = FILE_LIST

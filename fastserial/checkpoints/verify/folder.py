@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from math import prod
 
+from fastserial.checkpoints.verify.file_list import is_file_name
 from fastserial.checkpoints.verify.report import Problem, VerifyReport
 from fastserial.checkpoints.verify.zip import FilePart, verify_zip
 from fastserial.checksums import crc_mismatch
@@ -111,8 +112,8 @@ class _ItemChecks:
         return set(files)
 
     def _check_file(self, name: str, items: list[Item]) -> None:
-        if os.path.basename(name) != name:
-            text = "the metadata names a file outside of the folder"
+        if not is_file_name(name):
+            text = "the metadata names a file that cannot be in the folder"
             self._report.add(Problem("directory", text, file=name))
             return
         try:
