@@ -1,29 +1,79 @@
-"""Nests: what dictionaries, lists and tuples of all kinds hold, at any depth."""
+"""Nests: what dictionaries, lists and tuples hold, at any depth.
+
+What runs code of the user's when it is read (a configuration that resolves its entries, a proxy
+that builds an object at the first access) is a value, which nothing here reads. So what a value is
+depends on its type, never on its attributes.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 Path = tuple[Any, ...]  # keys, from the outermost container's inwards
 PLAIN_VALUES = frozenset({type(None), bool, int, float, complex, str, bytes})
+_PLAIN_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, tuple})
+_READING = ("__iter__", "__getitem__", "keys", "values", "items")  # methods that read a container
+# What a container of another type is looked into for, beside objects. `distributed` adds its own.
+leaf_types: set[type] = {torch.Tensor}
 
 
 def is_container(value: object) -> bool:
-    """Return whether a value is a dictionary, a list or a tuple of any kind."""
-    return isinstance(value, Mapping | list | tuple)
+    """Return whether a value is a dictionary, a list or a tuple.
+
+    One of the user's own types is a container if it is read as Python's own are. A type that reads
+    in another way (`tensordict`) is one only where it holds a tensor, or an object with a state.
+    """
+    kind = type(value)
+    return kind in _PLAIN_CONTAINERS or _reads_plainly(kind) or _holds_leaves(value)
+
+
+def _reads_plainly(kind: type) -> bool:
+    """Return whether instances of a type are read by the methods of `dict`, `list` or `tuple`."""
+    for base in (OrderedDict, dict, list, tuple):
+        if issubclass(kind, base):
+            return all(getattr(kind, name, None) is getattr(base, name, None) for name in _READING)
+    return False
+
+
+def _holds_leaves(value: Any) -> bool:
+    """Return whether a container of an uncommon type holds a tensor or an object with a state."""
+    seen: set[int] = set()
+
+    def holds(value: Any) -> bool:
+        kind = type(value)
+        if kind in PLAIN_VALUES:
+            return False
+        if issubclass(kind, tuple(leaf_types)) or is_object(value):
+            return True
+        if not issubclass(kind, Mapping | list | tuple) or id(value) in seen:
+            return False
+        seen.add(id(value))
+        return any(holds(item) for _, item in items_of(value))
+
+    if not issubclass(type(value), Mapping | list | tuple):
+        return False
+    try:
+        return any(holds(item) for _, item in items_of(value))
+    except Exception:  # such as an entry that cannot be resolved; torch pickles it as it is
+        return False
 
 
 def is_object(value: object) -> bool:
     """Return whether a value has a state that can be loaded into it, as modules have."""
-    methods = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
-    return all(map(callable, methods)) and not isinstance(value, type)
+    kind = type(value)
+    methods = getattr(kind, "state_dict", None), getattr(kind, "load_state_dict", None)
+    return all(map(callable, methods))
 
 
 def items_of(container: Any) -> list[tuple[Any, Any]]:
     """Return the keys and values of a container."""
-    return list(container.items() if isinstance(container, Mapping) else enumerate(container))
+    is_mapping = issubclass(type(container), Mapping)
+    return list(container.items() if is_mapping else enumerate(container))
 
 
 def walk(nest: Any, *, once: bool = False, objects: bool = False) -> Iterator[tuple[Path, Any]]:
@@ -78,10 +128,14 @@ def rebuilt(container: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def with_items(container: Any, items: list[Any]) -> Any:
-    """Return a container of the same type, and with the same keys, with other items."""
-    if not isinstance(container, Mapping):
+    """Return a container of the same type, and with the same keys, with other items.
+
+    Of a mapping that is no `dict` it is a dictionary: a copy may share its items with the original.
+    """
+    kind = type(container)
+    if not issubclass(kind, Mapping):
         return sequence_like(container, items)
-    changed: Any = copy.copy(container)
+    changed: Any = copy.copy(container) if issubclass(kind, dict) else {}
     for (key, _), item in zip(items_of(container), items, strict=True):
         changed[key] = item
     return changed

@@ -168,7 +168,7 @@ def save_legacy_storages(
 
 
 def _takes_storages(file: Any) -> bool:
-    return callable(getattr(file, "save_torch_storage_object_list", None))
+    return callable(getattr(type(file), "save_torch_storage_object_list", None))
 
 
 def open_writer(

@@ -100,7 +100,7 @@ def _renamed(state: Any, rename: Callable[[str], str]) -> Any:
     renamed.clear()
     for name, value in state.items():
         renamed[rename(name)] = value
-    versions = getattr(state, "_metadata", None)
+    versions = getattr(state, "__dict__", {}).get("_metadata")  # runs no `__getattr__`
     if versions is not None:
         items = [(rename(f"{name}.")[:-1], one) for name, one in versions.items()]
         renamed._metadata = OrderedDict(items)
@@ -127,7 +127,7 @@ def refuse_unrestorable(objects: Mapping[str, Any]) -> None:
                 f"{shown(path)} in `state` is an expanded tensor, into which resume() could not "
                 "copy: pass its clone()"
             )
-        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+        if type(value) is OrderedDict and hasattr(value, "_metadata"):
             kind, rest = "a module", ". Pass a copy without an object (an average) as dict(...)"
         elif type(value) is dict and value.keys() == {"state", "param_groups"}:
             kind, rest = "an optimizer", ""
@@ -264,7 +264,7 @@ class _Restoring:
                 raise LoadMismatchError(f"{where} {problem}. {_MIXED}")
             with torch.no_grad():
                 target.copy_(state)
-        elif isinstance(target, MutableMapping | list) or (isinstance(target, tuple) and target):
+        elif is_container(target) and _can_be_refilled(target):
             return self._restored_container(target, state, where)
         else:
             return state
@@ -281,7 +281,7 @@ class _Restoring:
                 f"{where} has other items in the file than in the state; the difference: {only}. "
                 f"{_MIXED}"
             )
-        if not holds and type(state) is not type(target):
+        if not holds and not (type(state) is type(target) and is_container(state)):
             return state
         new = {
             key: self.restored(mine[key], item, f"{where}[{key!r}]", True) if key in mine else item
@@ -299,6 +299,13 @@ class _Restoring:
             return target
         same = len(items) == len(mine) and all(map(operator.is_, items, mine.values()))
         return target if same else sequence_like(target, items)
+
+
+def _can_be_refilled(container: Any) -> bool:
+    """Return whether items of a container can be replaced, or it has items of its own (a tuple)."""
+    return isinstance(container, MutableMapping | list) or (
+        isinstance(container, tuple) and len(container) > 0
+    )
 
 
 def _objection(target: torch.Tensor, state: Any, same_dtype: bool) -> str | None:

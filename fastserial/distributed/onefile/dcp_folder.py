@@ -45,6 +45,7 @@ from fastserial.formats.dcp import Metadata as FolderMetadata
 from fastserial.formats.source import BytesSource
 from fastserial.formats.tensors import contiguous_stride
 from fastserial.memory.held_settings import paused_collection
+from fastserial.nests import is_container
 from fastserial.reports import LoadReport, RankReport
 
 _SPACE = 1 << 48  # more bytes than a storage has
@@ -329,11 +330,11 @@ def _number_keys(there: Any, into: Any) -> None:
     seen: set[int] = set()
 
     def visit(there: Any, into: Any, is_state: bool) -> None:
-        if id(there) in seen:
+        if id(there) in seen or not is_container(there):
             return
         seen.add(id(there))
         if isinstance(there, MutableMapping):
-            wanted: Any = into if isinstance(into, Mapping) else {}
+            wanted: Any = into if isinstance(into, Mapping) and is_container(into) else {}
             numbers: dict[str, Any] = {}
             if any(type(key) is int for key in wanted) or (is_state and not wanted):
                 numbers = {key: int(key) for key in there if _is_number(key) and key not in wanted}

@@ -231,6 +231,8 @@ class Match:
             held = holding(new, path_name(path), self.rank, self.ranks, self._meshes)
             self.jobs.append(TensorMatch(there, held))
             return new
+        if not is_container(there):
+            return there
         if isinstance(there, MutableMapping):
             for key, item in there.items():
                 there[key] = self._made(item, (*path, key), like)
@@ -267,8 +269,9 @@ def _is_tied(item: object, filled: set[tuple[object, ...]]) -> bool:
 
 def _are_values(into: Any, there: Any) -> bool:
     """Return whether two containers of a kind are plain values: no tensor is in either."""
+    containers = is_container(into) and is_container(there)
     alike = any(isinstance(into, kind) and isinstance(there, kind) for kind in (Mapping, _LISTS))
-    return alike and not _holds_tensors(into) and not _holds_tensors(there)
+    return containers and alike and not _holds_tensors(into) and not _holds_tensors(there)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -327,11 +330,9 @@ def file_leaves(value: Any) -> list[tuple[Path, Any]]:
     found: list[tuple[Path, Any]] = []
 
     def visit(value: Any, path: Path, above: tuple[int, ...]) -> None:
-        if isinstance(value, Mapping) and value:
-            items = list(value.items())
-        elif (isinstance(value, list) or is_plain_tuple(value)) and value:
-            items = list(enumerate(value))
-        else:
+        looked_into = isinstance(value, Mapping | list) or is_plain_tuple(value)
+        items = items_of(value) if looked_into and is_container(value) else []
+        if not items:
             found.append((path, value))
             return
         if id(value) not in above:

@@ -19,7 +19,7 @@ from fastserial.checksums import crc32
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip_format import read_places
-from fastserial.nests import sequence_like
+from fastserial.nests import is_container, leaf_types, sequence_like
 
 _ENDS = 64 * 1024  # bytes: a zip's checksums stand near its end
 _ELEMENT_WISE = (torch.Tensor, torch.nn.Parameter)
@@ -62,6 +62,9 @@ class FileTensor:
     def itemsize(self) -> int:
         """Bytes of one element."""
         return int(self.dtype.itemsize)
+
+
+leaf_types.add(FileTensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,7 @@ class _IndexBuilder:
             return self._place_of(value)
         if is_plain_tuple(value):
             return sequence_like(value, list(map(self.without_bytes, value)))
-        if not isinstance(value, MutableMapping | list):
+        if not (isinstance(value, MutableMapping | list) and is_container(value)):
             return value
         if id(value) in self._made:  # it may hold itself
             return self._made[id(value)]

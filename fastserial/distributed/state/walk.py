@@ -22,6 +22,7 @@ from fastserial.nests import (
     is_container,
     is_object,
     items_of,
+    leaf_types,
     rebuilt,
     walk,
     with_items,
@@ -33,6 +34,7 @@ _NAMING = (dict, OrderedDict)
 _NAMES = {str, int}
 _MOST_NAMES = 4096
 _LEAF_TYPES = (torch.Tensor, FlatShard, LeafSpec)
+leaf_types.update(_LEAF_TYPES)
 
 
 def is_leaf(value: object) -> bool:
@@ -73,8 +75,7 @@ class Leaves:
 def leaves(obj: object) -> Leaves:
     """Return what is in a nest.
 
-    Dicts, lists and tuples of all kinds are looked into, each once, whatever else holds a tensor
-    is not.
+    Containers (`fastserial.nests`) are looked into, each once; whatever else holds a tensor is not.
 
     Raises:
         ConfigError: it holds an object with a state that is no module and no optimizer.
