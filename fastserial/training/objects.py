@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import operator
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,15 +49,7 @@ def plain(value: Any) -> Any:
 
 def state_of_module(module: Module) -> Any:
     """Return `module.state_dict()` with the names of wrappers left out."""
-    pairs = _wrappers(module)
-
-    def outer(name: str) -> str:
-        for outside, inside in reversed(pairs):
-            if name.startswith(inside):
-                name = outside + name.removeprefix(inside)
-        return name
-
-    return _renamed(module.state_dict(), outer) if pairs else module.state_dict()
+    return _renamed(module.state_dict(), _wrappers(module), _outwards)
 
 
 def state_to_module(module: Module, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -65,44 +58,79 @@ def state_to_module(module: Module, state: Mapping[str, Any], strict: bool = Tru
     Args:
         strict: as `Module.load_state_dict`.
     """
-    pairs = _wrappers(module)
-
-    def inner(name: str) -> str:
-        for outside, inside in pairs:
-            if name.startswith(outside):
-                name = inside + name.removeprefix(outside)
-        return name
-
     more = {} if strict else {"strict": False}  # the user's own method may not take it
-    module.load_state_dict(_renamed(state, inner) if pairs else state, **more)
+    module.load_state_dict(_renamed(state, _wrappers(module), _inwards), **more)
 
 
 def _inner(value: Any) -> str | None:
     """Return the attribute of a wrapper that is its module; None if it is not a wrapper."""
     if isinstance(value, DistributedDataParallel):
         return "module"
+    if _is_activation_wrapper(value):
+        return "_checkpoint_wrapped_module"
     return "_orig_mod" if type(value).__name__ == "OptimizedModule" else None
 
 
-def _wrappers(module: Module) -> list[tuple[str, str]]:
-    """Return the prefixes of wrapped modules, without and with the wrapper; outer ones first."""
-    found = module.named_modules(remove_duplicate=False)
-    return [
-        (f"{name}.", f"{name}.{attribute}.")
-        for name, one in found
-        if name and (attribute := _inner(one)) is not None
-    ]
+def _is_activation_wrapper(value: Any) -> bool:
+    """Return whether a module is torch's `checkpoint_wrapper`, or its wrapper for offloading."""
+    home: Any = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    return home is not None and isinstance(value, home.ActivationWrapper)
 
 
-def _renamed(state: Any, rename: Callable[[str], str]) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Wrappers:
+    """The prefixes of wrapped modules, without and with the wrapper; outer ones first.
+
+    Attributes:
+        paths: of modules, as `named_modules` and the versions in a state dict have them.
+        keys: of a state dict, from which activation wrappers leave out their own names.
+    """
+
+    paths: list[tuple[str, str]]
+    keys: list[tuple[str, str]]
+
+
+def _wrappers(module: Module) -> _Wrappers:
+    paths = []
+    leaving_out = []
+    for name, one in module.named_modules(remove_duplicate=False):
+        if name and (attribute := _inner(one)) is not None:
+            paths.append((f"{name}.", f"{name}.{attribute}."))
+            if _is_activation_wrapper(one):
+                leaving_out.append(paths[-1])
+    keys = [tuple(_outwards(prefix, leaving_out) for prefix in pair) for pair in paths]
+    return _Wrappers(paths, [(outside, inside) for outside, inside in keys if outside != inside])
+
+
+def _outwards(name: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """Return a name with wrappers left out."""
+    for outside, inside in reversed(pairs):
+        if name.startswith(inside):
+            name = outside + name.removeprefix(inside)
+    return name
+
+
+def _inwards(name: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """Return a name with wrappers put in."""
+    for outside, inside in pairs:
+        if name.startswith(outside):
+            name = inside + name.removeprefix(outside)
+    return name
+
+
+def _renamed(
+    state: Any, wrappers: _Wrappers, rename: Callable[[str, Sequence[tuple[str, str]]], str]
+) -> Any:
     """Return a state dict with other names, in the versions of its modules (`_metadata`), too."""
+    if not wrappers.paths:
+        return state
     renamed = copy.copy(state)
     renamed.clear()
     for name, value in state.items():
-        renamed[rename(name)] = value
+        renamed[rename(name, wrappers.keys)] = value
     versions = getattr(state, "__dict__", {}).get("_metadata")  # runs no `__getattr__`
     if versions is not None:
-        items = [(rename(f"{name}.")[:-1], one) for name, one in versions.items()]
+        items = [(rename(f"{name}.", wrappers.paths)[:-1], one) for name, one in versions.items()]
         renamed._metadata = OrderedDict(items)
     return renamed
 
