@@ -13,6 +13,7 @@ from fastserial.printable import printable
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
+_SHOWN = 20  # keys in a report's text
 _log = logging.getLogger("fastserial")
 
 
@@ -253,7 +254,15 @@ class LoadReport(Report):
     unexpected_keys: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n  ".join([self._summary(), *map(str, self.ranks)])
+        left_out = [
+            f"{what}: {_listed(keys)}"
+            for what, keys in (
+                ("not in the file, unchanged", self.missing_keys),
+                ("only in the file", self.unexpected_keys),
+            )
+            if keys
+        ]
+        return "\n  ".join([self._summary(), *left_out, *map(str, self.ranks)])
 
     def _summary(self) -> str:
         if not self.bytes:  # no speed to report
@@ -262,6 +271,11 @@ class LoadReport(Report):
         direct, cached = format_bytes(self.direct_bytes), format_bytes(self.cached_bytes)
         details = f"direct={direct}, cached={cached}, verified={int(self.verified)}"
         return self.line("READ", details)
+
+
+def _listed(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return ", ".join(keys[:_SHOWN]) + more
 
 
 _last_load: LoadReport | None = None

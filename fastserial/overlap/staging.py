@@ -58,9 +58,14 @@ class HostRegion:
 
 
 class Staging:
-    """The regions of a process: those in use, and those kept for the next save."""
+    """The regions of a process: those in use, and those kept for the next save.
+
+    Attributes:
+        ranks_of_node: how many ranks of the job share this node's memory, once they were counted.
+    """
 
     def __init__(self) -> None:
+        self.ranks_of_node = 0
         self._lock = threading.RLock()
         self._free: list[HostRegion] = []
         # Not held here: a save that ends in an exception may not give its regions back.
@@ -118,7 +123,17 @@ class Staging:
         if budget is not None:
             return budget - self.in_use
         available = available_bytes()
-        return inf if available is None else available // (_SHARE * _ranks_here())
+        return inf if available is None else available // (_SHARE * self._ranks_here())
+
+    def _ranks_here(self) -> int:
+        """Return how many ranks of the job share this node's memory; all if it is unknown."""
+        if self.ranks_of_node:
+            return self.ranks_of_node
+        launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
+        if launched.isdecimal() and int(launched):
+            return int(launched)
+        used = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return torch.distributed.get_world_size() if used else 1
 
     def give(self, region: HostRegion) -> None:
         """Keep a region for the next save."""
@@ -137,15 +152,6 @@ class Staging:
 
 def _size(region: HostRegion) -> int:
     return region.nbytes
-
-
-def _ranks_here() -> int:
-    """Return how many ranks of the job share this node's memory; all of them if it is unknown."""
-    launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
-    if launched.isdecimal() and int(launched):
-        return int(launched)
-    used = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if used else 1
 
 
 staging = Staging()

@@ -355,7 +355,7 @@ class Checkpointer:
         none. `resumed` says what was restored.
 
             checkpointer.resume(only=["model"], strict=False, rename={"model.body": "model.core"})
-            checkpointer.resumed.missing  # ("model.head.weight",): as it was
+            checkpointer.resumed.missing_keys  # ("model.head.weight",): as it was
 
         Args:
             step: restore the checkpoint of this step only.

@@ -62,6 +62,7 @@ _USE = "checkpointer"
 _FSDP_1 = "FullyShardedDataParallel"
 _SHOWN = 8  # ranks in an error
 _PERIOD = 1.0  # seconds between two exchanges of flags, about
+_MAX_PAUSE = 16  # calls between them: an exchange takes some 1 % of 16 steps of 10 ms
 _log = logging.getLogger("fastserial")
 
 
@@ -85,7 +86,7 @@ class ManyRanks(SingleProcess):
         self.is_main = self.rank == 0
         self._warned_of_refused = not self.is_main  # values are rank 0's
         self._calls = 0  # of `asked`
-        self._next = 1
+        self._next = self._pause = 1
         self._last = (0, perf_counter())
 
     def together(
@@ -215,7 +216,11 @@ class ManyRanks(SingleProcess):
             super().restore(wanted, found, path)
 
     def asked(self, mine: int) -> int:
-        """Return the flags of all ranks, which are exchanged about once a second; else 0."""
+        """Return the flags of all ranks; between two exchanges 0.
+
+        They are exchanged about once a second, and at least every `_MAX_PAUSE` calls: steps may
+        become slow at any moment.
+        """
         self._calls += 1
         if self._calls < self._next:
             return 0
@@ -224,11 +229,13 @@ class ManyRanks(SingleProcess):
             now, (calls, then) = perf_counter(), self._last
             each = (now - then) / (self._calls - calls)
             self._last = (self._calls, now)
-            pause = max(1, int(_PERIOD / max(each, 1e-6))) if self._calls > 1 else 1
+            pause = int(_PERIOD / max(each, 1e-6)) if self._calls > 1 else 1
+            pause = max(1, min(pause, 2 * self._pause, _MAX_PAUSE))
             return functools.reduce(operator.or_, flags), pause
 
         with self.together("Checkpointer.save, whose turn it may be", users_code=False) as ranks:
             found, pause = ranks.decide(mine, decision)
+        self._pause = pause
         self._next = self._calls + pause
         return int(found)
 

@@ -419,14 +419,14 @@ class ResumeReport:
     Attributes:
         step: of the checkpoint; None if there was none.
         path: of its file.
-        missing: names that the file lacks; their values are unchanged.
-        unused: names in the file that the state does not have.
+        missing_keys: names that the file lacks; their values are unchanged.
+        unexpected_keys: names in the file that the state does not have.
     """
 
     step: int | None = None
     path: str | None = None
-    missing: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
 
 
 class NameDifference(NamedTuple):

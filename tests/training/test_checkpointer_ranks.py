@@ -20,6 +20,7 @@ from support import ranks
 from support.lives import names
 
 import fastserial
+from fastserial.training import many_ranks
 
 FULL = "full" in map(os.environ.get, ("FASTSERIAL_FAULTS", "FASTSERIAL_DISTRIBUTED"))
 KINDS = ("ddp",) if torch.__version__.startswith("2.6.") else ("ddp", "fsdp")  # no FSDP2 on CPUs
@@ -140,3 +141,18 @@ def test_kill(tmp_path: Path, shared: Path, kind: str, count: int) -> None:
     outs = ranks.run("ranks_training", count, job.folder, kind, STEPS, EVERY)
     for out, expected in zip(outs, unbroken(kind, count, shared), strict=True):
         assert losses(out).items() <= expected.items()
+
+
+def test_a_signal_is_heard_soon_after_fast_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks exchange their flags at least every 16 calls, however fast the steps before were."""
+    clock = 0.0
+    monkeypatch.setattr(many_ranks, "perf_counter", lambda: clock)
+    made = many_ranks.ManyRanks(None, 60, None)
+    for _ in range(300):
+        clock += 0.001
+        made.asked(0)
+    waited = 0
+    while not made.asked(1):
+        clock += 1.0
+        waited += 1
+    assert waited <= 16

@@ -21,6 +21,7 @@ from fastserial.overlap import pending
 from fastserial.overlap.asynchronous import check_budget
 from fastserial.overlap.pending import PendingSave
 from fastserial.overlap.snapshot import Snapshot
+from fastserial.overlap.staging import staging
 from fastserial.reports import SaveReport, publish_save
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ def start_save(
             pending.admit(target)  # raises if the save before failed, and nobody asked
             saving = SaveTask(traffic, path, writers, merge, began, base)
             saving.prepare(obj)
+            if group is None:
+                staging.ranks_of_node = traffic.ranks_of_node
             taken = Snapshot(budget, began)
             saving.freeze(taken)
         with traffic.together():

@@ -87,7 +87,7 @@ class SaveDecision(NamedTuple):
         grids: see `Table`; of all ranks.
         file: the new one.
         base: path of the earlier file from which all clone what is the same, or None.
-        sync_alone: the ranks are on several nodes: each syncs what it wrote.
+        several_nodes: the ranks are not all on one node.
     """
 
     agreed: bool
@@ -96,7 +96,7 @@ class SaveDecision(NamedTuple):
     grids: list[Grids]
     file: FileIdentity
     base: str | None
-    sync_alone: bool
+    several_nodes: bool
 
 
 def writing_ranks(writers: Writers, nodes: Sequence[str], alignment: int) -> list[int]:
@@ -357,7 +357,10 @@ class SaveTask:
             self._unshared = traffic.decide(cloned, self._reserve_unless_cloned)
         outcome = writer.write(fd, self.config, exchange, lambda nbytes: traffic.alive())
         syncing = perf_counter()
-        if self._decision.sync_alone and opened is not None and self.config.durable:
+        # Each rank what it wrote: equal boot ids are not one page cache (two FUSE mounts, say). On
+        # several nodes also if the save is not durable: else pages would follow after the rename,
+        # and their errors be lost.
+        if opened is not None and (self.config.durable or self._decision.several_nodes):
             opened.sync()
         report = RankReport(
             rank=traffic.rank,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fastserial.config import Config
 from fastserial.errors import WriteError, write_error
 from fastserial.files.destination import open_path, required, save_error, wait_until_free
-from fastserial.files.linux import reserve
+from fastserial.files.linux import reserve, synced
 from fastserial.interrupts import Descriptors
 
 
@@ -99,7 +99,12 @@ class OpenedFile:
             raise write_error(errno.ESTALE, identity.path, _not_shared("another file is there"))
 
     def sync(self) -> None:
-        os.fsync(self.fd)
+        """Put what this rank wrote on the device, as far as the file system can.
+
+        Raises:
+            OSError: the device failed.
+        """
+        synced(self.fd)
 
     def close(self) -> None:
         """Close it. Idempotent."""

@@ -153,6 +153,7 @@ class Traffic:
         ranks: the group's rank of each global rank.
         timeout: seconds after which a rank that is not heard from counts as lost.
         kept: what calls keep for the next one.
+        ranks_of_node: how many ranks of the group are on this one's node.
         idle: no background save uses the connections; the next call waits for that.
     """
 
@@ -161,6 +162,7 @@ class Traffic:
         self.size = len(ranks)
         self.ranks = {number: index for index, number in enumerate(ranks)}
         self.timeout = 0.0
+        self.ranks_of_node = 1
         self.kept: dict[str, object] = {}
         self.idle = threading.Event()
         self.idle.set()
@@ -238,11 +240,13 @@ class Traffic:
         """
         make: Any = dist.ProcessGroupGloo
         self._store.set(f"came/{self.rank}", "1")
+        self._store.add(f"on/{node_name()}", 1)
         try:
             with self._saying(self._not_come):
                 store = BoundedStore("gloo", self._store.inner, self.timeout + _GRACE)
                 made = store.call(make, store.inner, self.rank, self.size, _delta(self.timeout))
                 self._wait_for_connected()
+                self.ranks_of_node = self._store.add(f"on/{node_name()}", 0)
                 return made
         except RuntimeError as error:
             self._store.limit = _GRACE

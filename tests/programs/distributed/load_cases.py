@@ -118,6 +118,7 @@ def keys_that_differ_are_one_error_and_change_nothing() -> None:
     assert not into["a"].any()
     report = load(path, into, strict=False)
     assert report.missing_keys == ("step", f"of rank {RANK}")
+    assert f"not in the file, unchanged: step, of rank {RANK}" in str(report)
     assert report.unexpected_keys == ("b.d",)
     assert torch.equal(into["b"]["c"], rows(4))
     assert into["step"] == 3

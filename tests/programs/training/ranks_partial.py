@@ -52,7 +52,7 @@ def first(folder: Path, rank: int) -> dict[str, Any]:
         with pytest.raises(REFUSED, match="no other for this rank"):
             made.resume()
         assert made.resume(strict=False) == 2
-        found["no other"] = list(made.resumed.missing)
+        found["no other"] = list(made.resumed.missing_keys)
     for case in (only, not_strict, renamed):
         found[case.__name__] = case(folder)
     return found
@@ -84,14 +84,14 @@ def not_strict(folder: Path) -> Any:
         alone = dist.get_world_size() == 1  # then torch fills what it can, and raises
         assert alone or means(state["model"]) == [0, 0]
         assert made.resume(strict=False) == 2
-    return [means(state["model"]), made.resumed.missing, made.resumed.unused]
+    return [means(state["model"]), made.resumed.missing_keys, made.resumed.unexpected_keys]
 
 
 def renamed(folder: Path) -> Any:
     state = {"net": model(0, "core", "head"), "at": 0, "loose": torch.zeros(3)}
     with Checkpointer(folder, state, timeout=60) as made:
         assert made.resume(rename={"model.body": "net.core", "model": "net", "epoch": "at"}) == 2
-    assert made.resumed.missing == ()
+    assert made.resumed.missing_keys == ()
     return [*means(state["net"]), state["at"], *state["loose"].tolist()]
 
 
@@ -103,7 +103,7 @@ def again(folder: Path, rank: int) -> dict[str, Any]:
         with pytest.raises(LoadMismatchError, match="by another number of ranks"):
             made.resume()
         assert made.resume(strict=False) == 2
-        return {"missing": list(made.resumed.missing), "loader": each["loader"].epoch}
+        return {"missing": list(made.resumed.missing_keys), "loader": each["loader"].epoch}
 
 
 rank, _ = join()
