@@ -26,7 +26,7 @@ _SLOW = tuple(
     """
     bench/ compat/ deepspeed/ docs/ faults/ gpu/ integrations/ package/ torch_suite/
     checkpoints/test_archives_of_others.py::test_other_archives
-    checkpoints/test_bad_input.py
+    checkpoints/test_bad_input.py checkpoints/test_budgets.py::test_a_
     checkpoints/test_convert.py::test_memory
     checkpoints/test_dcp_folders.py::test_any_flipped_bit_is_found_and_named
     checkpoints/test_hostile_pickles.py

@@ -9,9 +9,10 @@ from typing import Any
 
 from fastserial.files.remote import RemoteSource, is_url
 from fastserial.formats.container import open_container
+from fastserial.formats.outline import Outline
 from fastserial.formats.pickles import Limits
 from fastserial.formats.source import DescriptorSource, Source, naming
-from fastserial.formats.tensors import Outline, TensorEntry
+from fastserial.formats.tensors import TensorEntry
 from fastserial.interrupts import Descriptors
 from fastserial.memory.held_settings import paused_collection
 from fastserial.printable import BoundedRepr
@@ -112,7 +113,7 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
 
     Args:
         path: the file, its URL, or a folder of torch.distributed.checkpoint.
-        limits: what reading the pickle may take (bytes, seconds).
+        limits: what reading the pickle may take (bytes, seconds); by default what its size allows.
 
     Raises:
         CorruptCheckpointError: it is damaged.

@@ -38,10 +38,10 @@ from fastserial.formats.container import (
     ZipContainer,
     open_container,
 )
-from fastserial.formats.pickles import refuse_nested
+from fastserial.formats.outline import bounded_pickle
 from fastserial.formats.safetensors import ONE_FILE
 from fastserial.formats.source import DescriptorSource, naming
-from fastserial.formats.zip_format import MOST_INFLATED, PICKLE, RecordEntry, read_record
+from fastserial.formats.zip_format import PICKLE, RecordEntry
 from fastserial.interrupts import Descriptors
 from fastserial.loading.unpickler import unpickler_module
 from fastserial.memory.storages import Memory, new_storage
@@ -143,9 +143,7 @@ def _map_zip(fd: int, path: str, container: ZipContainer, whole: torch.UntypedSt
     load = get_original("_load")
     more = {"weights_only": True} if "weights_only" in inspect.signature(load).parameters else {}
     reader = torch._C.PyTorchFileReader(f"/proc/self/fd/{fd}")
-    data = read_record(source, pickled, source.size * MOST_INFLATED)
-    refuse_nested(data)
-    _know_dtensors(data)
+    _know_dtensors(bounded_pickle(source, pickled))
     with _unpickling(path), _without_groups():
         return load(
             reader,

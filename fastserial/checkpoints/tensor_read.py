@@ -15,6 +15,7 @@ from torch.serialization import LoadEndianness, get_default_load_endianness
 
 from fastserial.config.performance import CONTIGUOUS_RUN, SCATTERED_CHUNK
 from fastserial.errors import (
+    PickleLimitError,
     UnreadableCheckpointError,
     UnreadableTensorError,
 )
@@ -241,7 +242,8 @@ def open_readable(source: Source, path: str) -> Container:
         if not is_little_endian(container):
             text = "the file was written on a big-endian machine: use torch.load"
             raise UnreadableTensorError(text)
-        container.keys()  # reads the pickle
+        if not container.outline.complete:  # reads the pickle
+            raise PickleLimitError("there is more in its pickle than is looked at: use torch.load")
     return container
 
 

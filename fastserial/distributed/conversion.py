@@ -35,9 +35,9 @@ from fastserial.errors import (
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.container import FolderContainer
 from fastserial.formats.dcp import Item, Metadata, Stored
-from fastserial.formats.pickles import refuse_nested
-from fastserial.formats.source import DescriptorSource, read_exactly
-from fastserial.formats.zip_format import PICKLE
+from fastserial.formats.outline import bounded_pickle
+from fastserial.formats.source import BytesSource, DescriptorSource, read_exactly
+from fastserial.formats.zip_format import PICKLE, read_places
 from fastserial.interrupts import Descriptors, finish
 from fastserial.loading.reader import HostSink, ReadExtent
 from fastserial.memory.storages import HostMemory, Memory
@@ -150,7 +150,10 @@ class FolderFiles:
                 f"entry {item.name!r} went through an extension: load it with dcp.load"
             )
         try:
-            refuse_nested(torch._C.PyTorchFileReader(io.BytesIO(data)).get_record(PICKLE))
+            source = BytesSource(data)
+            pickled = read_places(source).find(PICKLE)
+            if pickled is not None:  # else torch says what is wrong
+                bounded_pickle(source, pickled)
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
             try:

@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from math import prod
+from itertools import islice
 
 from fastserial.errors import (
     CheckpointFileError,
@@ -21,17 +21,22 @@ from fastserial.errors import (
 )
 from fastserial.formats.dcp import METADATA_NAME, Metadata, parse
 from fastserial.formats.legacy import MAGIC, read_legacy
-from fastserial.formats.pickles import Limits, decode
+from fastserial.formats.outline import Outline, outline, zip_outline
+from fastserial.formats.pickles import Budget, Limits, decode
 from fastserial.formats.safetensors import read_header
-from fastserial.formats.source import BytesSource, ByteStream, DescriptorSource, Source, naming
+from fastserial.formats.source import (
+    BytesSource,
+    ByteStream,
+    DescriptorSource,
+    Source,
+    naming,
+    read_regular,
+)
 from fastserial.formats.tensors import (
     ITEM_BYTES,
     PACKED,
-    Outline,
     TensorEntry,
     contiguous_stride,
-    outline,
-    zip_outline,
 )
 from fastserial.formats.zip_format import (
     LOCAL_SIGNATURE,
@@ -257,8 +262,8 @@ class LegacyContainer(FileContainer):
             OSError: it cannot be read.
         """
         super().__init__(source)
-        self._limits = limits
-        self.file = read_legacy(source, limits)
+        self._budget = Budget(limits or Limits.of(source.size))
+        self.file = read_legacy(source, self._budget)
 
     @property
     def byte_order(self) -> str | None:
@@ -266,7 +271,7 @@ class LegacyContainer(FileContainer):
 
     @cached_property
     def outline(self) -> Outline:
-        found = outline(self.file.decoded, self._limits)
+        found = outline(self.file.decoded, self._budget)
         found.storages = self.file.storages
         return found
 
@@ -330,12 +335,12 @@ class FolderContainer(Container):
 
         Raises:
             CorruptCheckpointError: it is damaged.
+            UnreadableCheckpointError: it is no regular file.
             PickleLimitError: it takes too long to read.
             OSError: it cannot be read.
         """
         path = os.path.join(self.path, name)
-        with open(path, "rb") as file:
-            return parse(DescriptorSource(file.fileno()), path)
+        return parse(read_regular(path), path)
 
     @cached_property
     def metadata(self) -> dict[str, Metadata]:
@@ -379,7 +384,7 @@ class FolderContainer(Container):
                     why = f"torch has no dtype {stored.dtype} that is known here"
                     found.unread[key + origin] = why
                     continue
-                nbytes = prod(stored.shape) * ITEM_BYTES[stored.dtype]
+                nbytes = stored.numel * ITEM_BYTES[stored.dtype]
                 count = len(stored.chunks)
                 kind = ("tensor" if count == 1 else f"in {count} parts") + origin
                 stride = contiguous_stride(stored.shape)
@@ -398,17 +403,22 @@ class FolderContainer(Container):
         ]
 
     def notes(self) -> list[str]:
+        return list(islice(self._notes(), _MOST_NOTES))
+
+    def _notes(self) -> Iterator[str]:
         found = self.metadata.values()
         needed = dict.fromkeys(item.file for metadata in found for item in metadata.items)
-        notes = [f"{len(found)} ranks, each with a checkpoint of its own"] * (len(found) > 1)
-        notes += [f"{name}: it has no location" for one in found for name in one.missing]
-        notes += [f"{name}: the file is missing" for name in needed if self.sizes.get(name) is None]
-        notes += [
-            f"{name}: it belongs to no checkpoint that torch loads"
-            for name in self.shards
-            if name not in needed
-        ]
-        return [*notes, *super().notes()][:_MOST_NOTES]
+        if len(found) > 1:
+            yield f"{len(found)} ranks, each with a checkpoint of its own"
+        for metadata in found:
+            yield from (f"{name}: it has no location" for name in metadata.missing)
+        for name in needed:
+            if self.sizes.get(name) is None:
+                yield f"{name}: the file is missing"
+        for name in self.shards:
+            if name not in needed:
+                yield f"{name}: it belongs to no checkpoint that torch loads"
+        yield from super().notes()
 
 
 def _state(path: str) -> os.stat_result | None:

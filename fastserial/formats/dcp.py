@@ -1,7 +1,8 @@
 """`.metadata` of torch.distributed.checkpoint, parsed without unpickling it.
 
 It is a pickle of torch's classes. Our writer appends a checksum, which unpickling ignores, and adds
-an attribute to each item (`Known`).
+an attribute to each item (`Known`). Values may be mentioned any number of times, so chunks and
+names are counted, and charged to the budget of the pickle, before they are made.
 """
 
 from __future__ import annotations
@@ -9,21 +10,24 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fastserial.checksums import check_crc, crc32
 from fastserial.errors import CorruptCheckpointError
-from fastserial.formats.pickles import Call, Decoded, Global, Limits, Mapping, decode
-from fastserial.formats.source import BytesSource, ByteStream, Source, naming
-from fastserial.formats.tensors import ITEM_BYTES
+from fastserial.formats.pickles import Budget, Call, Decoded, Global, Limits, Mapping, decode
+from fastserial.formats.source import BytesSource, ByteStream, is_path, naming
+from fastserial.formats.tensors import ITEM_BYTES, LARGEST, MOST_DIMENSIONS, element_count
 
 METADATA_NAME = re.compile(r"(?:__\d+)?\.metadata", re.ASCII)  # of all ranks, or of one
 _MARK = b"fastserial"
 _TRAILER = struct.Struct("<10sI")
-_SECONDS = 600.0
-_BYTES_EACH = 512  # no opcode of one byte costs as many: so the length of the file is the limit
+# What is charged for, in bytes of memory.
+_ITEM_COST = 1200  # with its lines in output
+_ENTRY_COST = 800  # a chunk, a location
+_FIELD_COST = 80
+_DIMENSION_COST = 256
+_CHARACTER_COST = 8
 _CLASSES = "torch.distributed.checkpoint."
 
 
@@ -65,6 +69,11 @@ class Chunk(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return element_count(self.sizes) or 0
+
 
 class Stored(NamedTuple):
     """A tensor: name of its dtype (`float32`), shape, and its chunks."""
@@ -72,6 +81,11 @@ class Stored(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return element_count(self.shape) or 0
 
 
 class Item(NamedTuple):
@@ -108,7 +122,7 @@ class Item(NamedTuple):
         """Bytes of the tensor's elements; None if it is a value, or of a dtype we do not know."""
         if self.chunk is None or self.dtype not in ITEM_BYTES:
             return None
-        return prod(self.chunk.sizes) * ITEM_BYTES[self.dtype]
+        return self.chunk.numel * ITEM_BYTES[self.dtype]
 
 
 @dataclass(slots=True)
@@ -136,23 +150,21 @@ class Metadata:
     globals: frozenset[Global]
 
 
-def parse(source: Source, path: str) -> Metadata:
+def parse(pickled: bytes, path: str) -> Metadata:
     """Parse the contents of a `.metadata`. Nothing is imported or called.
 
     Raises:
         CorruptCheckpointError: it is damaged, or nothing of torch.distributed.checkpoint.
         UnreadableCheckpointError: it has opcodes that are not read.
-        PickleLimitError: it takes too long.
+        PickleLimitError: it takes more than its size allows.
     """
-    pickled = source.read_at(0, source.size)
     ours = is_framed(pickled, path)
-    stream = ByteStream(BytesSource(pickled))
-    memory = max(1 << 30, _BYTES_EACH * len(pickled))
-    limits = Limits(memory, _SECONDS, kept=len(pickled))  # keys may be of any length
-    with naming(path):
-        found = decode(stream, limits)
+    limits = replace(Limits.of(len(pickled)), kept=len(pickled))  # keys may be of any length
+    budget = Budget(limits)
     try:
-        return _metadata(found, ours)
+        with naming(path):
+            found = decode(ByteStream(BytesSource(pickled)), budget)
+            return _metadata(found, ours, budget)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(
             "it is damaged, or no metadata of torch.distributed.checkpoint", path=path
@@ -163,15 +175,16 @@ _Location = tuple[str, int, int, "Known | None", bool]
 _NOWHERE: _Location = ("", 0, 0, None, False)
 
 
-def _metadata(found: Decoded, ours: bool) -> Metadata:
-    whole = _attributes(found.value, "Metadata")
+def _metadata(found: Decoded, ours: bool, budget: Budget) -> Metadata:
+    whole = _attributes(found.value, "Metadata", budget)
     locations: dict[tuple[str, tuple[int, ...] | None], _Location] = {}
     for index, location in _pairs(whole.get("storage_data") or Mapping()):
-        named = _attributes(index, "MetadataIndex")
+        named = _attributes(index, "MetadataIndex", budget)
         offset = named.get("offset")
         where = None if offset is None else _size(offset)
-        locations[_key(named["fqn"]), where] = _location(location)
-    version, paths = whole.get("version"), _paths(whole.get("planner_data"))
+        budget.spend(_ENTRY_COST + _DIMENSION_COST * len(where or ()))
+        locations[_key(named["fqn"]), where] = _location(location, budget)
+    version, paths = whole.get("version"), _paths(whole.get("planner_data"), budget)
     version = version if type(version) is str else None
     made = Metadata({}, [], paths, [], [], version, ours, found.globals)
     for name, entry in _pairs(whole["state_dict_metadata"]):
@@ -180,10 +193,12 @@ def _metadata(found: Decoded, ours: bool) -> Metadata:
         if _class(entry) == "BytesStorageMetadata":
             made.values.append(key)
         else:
-            stored = made.tensors[key] = _stored(entry)
+            stored = made.tensors[key] = _stored(entry, budget)
             dtype, chunks = stored.dtype, stored.chunks
         for chunk in chunks:
             known = locations.pop((key, chunk and chunk.offsets), None)
+            names = len(key) + len(known[0] if known else "")
+            budget.spend(_ITEM_COST + _CHARACTER_COST * names)
             item = Item(key, chunk, dtype, *(known or _NOWHERE))
             if known is None:
                 made.missing.append(item.name)
@@ -198,31 +213,37 @@ def _key(value: Any) -> str:
     return value
 
 
-def _stored(entry: Any) -> Stored:
-    fields = _attributes(entry, "TensorStorageMetadata")
+def _stored(entry: Any, budget: Budget) -> Stored:
+    fields = _attributes(entry, "TensorStorageMetadata", budget)
     properties = fields["properties"]
     state = properties.state[-1]
-    dtype = state[0] if type(state) is tuple else _fields(properties)["dtype"]
+    dtype = state[0] if type(state) is tuple else _fields(properties, budget)["dtype"]
     if type(dtype) is not Global or dtype.module != "torch":
         raise TypeError("a dtype is none of torch")
-    shape = _size(fields["size"])
-    chunks = tuple(_chunk(chunk, len(shape)) for chunk in fields["chunks"])
-    return Stored(dtype.name, shape, chunks)
+    shape = _shape(fields["size"])
+    chunks = fields["chunks"]
+    if type(chunks) is not list:
+        raise TypeError("it has no list of chunks")
+    budget.spend(len(chunks) * (_ENTRY_COST + _DIMENSION_COST * len(shape)))
+    made = tuple(_chunk(chunk, len(shape), budget) for chunk in chunks)
+    return Stored(dtype.name, shape, made)
 
 
-def _chunk(value: Any, dimensions: int) -> Chunk:
-    fields = _attributes(value, "ChunkStorageMetadata")
-    found = Chunk(_size(fields["offsets"]), _size(fields["sizes"]))
+def _chunk(value: Any, dimensions: int, budget: Budget) -> Chunk:
+    fields = _attributes(value, "ChunkStorageMetadata", budget)
+    found = Chunk(_size(fields["offsets"]), _shape(fields["sizes"]))
     if not len(found.offsets) == len(found.sizes) == dimensions:
         raise ValueError("a chunk has other dimensions than its tensor")
     return found
 
 
-def _location(value: Any) -> _Location:
-    fields = _attributes(value, "_StorageInfo")
+def _location(value: Any, budget: Budget) -> _Location:
+    fields = _attributes(value, "_StorageInfo", budget)
     file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
     if type(file) is not str or not (_is_size(offset) and _is_size(length)):
         raise TypeError("a location is invalid")
+    if not is_path(file):
+        raise ValueError("no file can have this name")
     ours, known = fields.get("fastserial"), None
     if type(ours) is tuple and len(ours) == len(Known._fields):
         start, crc, strides = ours
@@ -233,11 +254,12 @@ def _location(value: Any) -> _Location:
     return file, offset, length, known, bool(fields.get("transform_descriptors"))
 
 
-def _paths(value: Any) -> dict[str, tuple[str | int, ...]]:
+def _paths(value: Any, budget: Budget) -> dict[str, tuple[str | int, ...]]:
     """Return the paths of keys in the nested state; other planners store anything there."""
     if type(value) is not Mapping:
         return {}
     count = len(value.items)  # no list is longer: each of its entries has a key
+    budget.spend(sum(_FIELD_COST * len(path) for _, path in value.items if type(path) is tuple))
     return {
         key: path
         for key, path in value.items
@@ -256,13 +278,14 @@ def _class(value: Any) -> str:
     return str(function.name)
 
 
-def _attributes(value: Any, name: str) -> dict[str, Any]:
+def _attributes(value: Any, name: str, budget: Budget) -> dict[str, Any]:
     if type(value) is not Call or _class(value) != name:
         raise TypeError(f"it is no {name}")
-    return _fields(value)
+    return _fields(value, budget)
 
 
-def _fields(value: Call) -> dict[str, Any]:
+def _fields(value: Call, budget: Budget) -> dict[str, Any]:
+    budget.spend(_FIELD_COST * sum(len(state.items) for state in value.state))
     return {key: one for state in value.state for key, one in state.items if type(key) is str}
 
 
@@ -274,10 +297,20 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
 
 def _size(value: Any) -> tuple[int, ...]:
     numbers = value.arguments[0] if type(value) is Call else value
-    if type(numbers) is not tuple or not all(map(_is_size, numbers)):
+    if type(numbers) is not tuple or len(numbers) > MOST_DIMENSIONS:
+        raise TypeError("it is no size")
+    if not all(map(_is_size, numbers)):
         raise TypeError("it is no size")
     return numbers
 
 
+def _shape(value: Any) -> tuple[int, ...]:
+    """Return a size whose elements can be counted."""
+    sizes = _size(value)
+    if element_count(sizes) is None:
+        raise ValueError("it has more elements than a tensor can have")
+    return sizes
+
+
 def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+    return type(value) is int and 0 <= value <= LARGEST

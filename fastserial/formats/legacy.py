@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fastserial.errors import CorruptCheckpointError, TruncatedCheckpointError
 from fastserial.formats.extents import COUNT
-from fastserial.formats.pickles import Decoded, Limits, Mapping, decode
+from fastserial.formats.pickles import Budget, Decoded, Mapping, decode
 from fastserial.formats.source import ByteStream, Source
 from fastserial.formats.tensors import ITEM_BYTES, StorageEntry, storage_table
 
@@ -38,30 +38,30 @@ class LegacyFile:
     end: int
 
 
-def read_legacy(source: Source, limits: Limits | None = None) -> LegacyFile:
+def read_legacy(source: Source, budget: Budget | None = None) -> LegacyFile:
     """Read the structure of a legacy checkpoint.
 
     Args:
         source: the file.
-        limits: on the pickles, all together.
+        budget: what the pickles take is charged to; by default that for a small file.
 
     Raises:
         CorruptCheckpointError: it is damaged; `record` is the storage, where it is one.
         PickleLimitError: its pickles are larger than the limits.
         OSError: the file cannot be read.
     """
-    stream = ByteStream(source)
-    magic = decode(stream, limits).value
+    stream, budget = ByteStream(source), budget or Budget()
+    magic = decode(stream, budget).value
     if type(magic) is not int or magic != MAGIC:
         raise CorruptCheckpointError("the magic number is wrong", offset=0)
-    protocol = decode(stream, limits).value
+    protocol = decode(stream, budget).value
     if type(protocol) is not int or protocol != PROTOCOL:
         raise CorruptCheckpointError("the protocol version is not 1001")
-    little = _byte_order(decode(stream, limits).value)
+    little = _byte_order(decode(stream, budget).value)
     object_offset = stream.tell()
-    decoded = decode(stream, limits)
+    decoded = decode(stream, budget)
     table = storage_table(decoded.persistents)
-    keys = _keys(decode(stream, limits).value, table)
+    keys = _keys(decode(stream, budget).value, table)
     storages, end = _locate(source, keys, table, little, stream.tell())
     return LegacyFile(little, decoded, object_offset, storages, end)
 

@@ -1,8 +1,8 @@
 """Reading a pickle without executing it.
 
 `decode` runs Python's own unpickler on symbols: nothing is imported or called. An import
-becomes a `Global`, a call a `Call`, a persistent id a `Persistent`. Memory, time and the length of
-values have hard limits.
+becomes a `Global`, a call a `Call`, a persistent id a `Persistent`. What is built is charged to a
+`Budget` first.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from fastserial.errors import (
 from fastserial.formats.source import BytesSource, ByteStream
 
 _TUPLES = (b"t", b"\x85", b"\x86", b"\x87")  # the opcodes that make one
-_CHECK_EVERY = 4096  # opcodes between looks at the clock
-_PUSH_BYTES = 96  # what one opcode's value costs, roughly
-_CONTAINER_BYTES = 200
+_CHECK_EVERY = 4096  # opcodes between looks at the budget and the clock
+_SLOWEST = 100_000  # bytes of a pickle that are read in a second, on a slow and busy machine
 _MOST_NESTED_TUPLES = 50_000  # to hash some 130,000 takes a thread's whole stack of 8 MiB
 _DAMAGE = (  # what Python's code raises for a damaged pickle
     AttributeError, LookupError, OverflowError, TypeError, ValueError, Warning,
@@ -107,23 +106,73 @@ class Call:
         self.items.append((key, value))
 
 
+_LEAST_MEMORY = 128 * 1024 * 1024
+# Bytes of memory for a byte of the pickle. What `torch.save` writes of tensors or numbers takes
+# some 15 of them, and up to 60 by the estimate that is charged.
+_MEMORY_RATIO = 96
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on reading a pickle.
+    """Limits on reading what a file says of its contents; `of` has those for its size.
 
     Attributes:
-        memory: bytes of its values (an upper estimate).
-        seconds: time.
+        memory: bytes of all that is built for it (an upper estimate).
+        seconds: time to decode pickles.
         kept: longer strings, bytes and integers are skipped (`Elided`), in bytes.
-        depth: how deep values may be nested, for a walk over them.
-        visits: how many values a walk may visit, roughly.
+        depth: how deep a tensor may be nested to be found.
     """
 
-    memory: int = 1024 * 1024 * 1024
+    memory: int = _LEAST_MEMORY
     seconds: float = 60.0
     kept: int = 64 * 1024
     depth: int = 1000
-    visits: int = 20_000_000
+
+    @classmethod
+    def of(cls, nbytes: int) -> Limits:
+        """Return the limits for a pickle of `nbytes` bytes."""
+        memory = max(_LEAST_MEMORY, _MEMORY_RATIO * nbytes)
+        return cls(memory, max(60.0, nbytes / _SLOWEST))
+
+
+class Budget:
+    """What is left of the limits. It is charged before anything is built.
+
+    Attributes:
+        limits: what it began with.
+        left: bytes of memory.
+    """
+
+    __slots__ = ("_deadline", "left", "limits")
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        """Begin now; by default with the limits for a small file."""
+        self.limits = limits or Limits()
+        self.left = self.limits.memory
+        self._deadline = monotonic() + self.limits.seconds
+
+    def spend(self, nbytes: int) -> None:
+        """Take memory.
+
+        Raises:
+            PickleLimitError: there is not as much left.
+        """
+        self.left -= nbytes
+        if self.left < 0:
+            raise PickleLimitError(
+                f"reading its pickle takes more than {self.limits.memory} bytes: use torch.load"
+            )
+
+    def check_time(self) -> None:
+        """Look at the clock.
+
+        Raises:
+            PickleLimitError: the time is over.
+        """
+        if monotonic() > self._deadline:
+            raise PickleLimitError(
+                f"its pickle takes longer than {self.limits.seconds} s: use torch.load"
+            )
 
 
 class _Stop(Exception):
@@ -142,11 +191,11 @@ class _SymbolicUnpickler(pickle._Unpickler):
     append: Callable[[Any], None]
     pop_mark: Callable[[], list[Any]]
 
-    def __init__(self, stream: ByteStream, limits: Limits) -> None:
+    def __init__(self, stream: ByteStream, budget: Budget) -> None:
         super().__init__(stream, encoding="bytes")
         self.stream = stream
-        self.limits = limits
-        self.budget = limits.memory
+        self.budget = budget
+        self._kept = budget.limits.kept
         self.globals: set[Global] = set()
         self.persistents: list[Persistent] = []
         self._elided: Elided | None = None
@@ -162,8 +211,7 @@ class _SymbolicUnpickler(pickle._Unpickler):
         """
         self.stack, self.metastack = [], []
         self.append = self.stack.append
-        deadline = monotonic() + self.limits.seconds
-        stream = self.stream
+        stream, budget = self.stream, self.budget
         try:
             while True:
                 for _ in range(_CHECK_EVERY):
@@ -173,13 +221,10 @@ class _SymbolicUnpickler(pickle._Unpickler):
                         at = 0
                     code = stream.chunk[at]
                     stream.at = at + 1
-                    self.budget -= _COSTS[code]
+                    budget.left -= _COSTS[code]
                     _TABLE[code](self)
-                self.spend(0)
-                if monotonic() > deadline:
-                    raise PickleLimitError(
-                        f"its pickle takes longer than {self.limits.seconds} s: use torch.load"
-                    )
+                budget.spend(0)
+                budget.check_time()
         except _Stop:
             return self.stack[-1]
 
@@ -192,11 +237,11 @@ class _SymbolicUnpickler(pickle._Unpickler):
             CorruptCheckpointError: there are not as many.
             PickleLimitError: all values together take more than the limits allow.
         """
-        if nbytes > self.limits.kept:
+        if nbytes > self._kept:
             self.stream.skip(nbytes)
             self._elided = Elided(nbytes, self.stream.tell())
             return b""
-        self.spend(nbytes)
+        self.budget.spend(_WIDEST * nbytes)
         return self.stream.read(nbytes)
 
     def replace_elided(self) -> None:
@@ -205,22 +250,10 @@ class _SymbolicUnpickler(pickle._Unpickler):
             self.stack[-1] = self._elided
             self._elided = None
 
-    def spend(self, nbytes: int) -> None:
-        """Take memory from the budget.
-
-        Raises:
-            PickleLimitError: there is not as much left.
-        """
-        self.budget -= nbytes
-        if self.budget < 0:
-            raise PickleLimitError(
-                f"its pickle takes more than {self.limits.memory} bytes: use torch.load"
-            )
-
     def readline(self) -> bytes:
         """Return the bytes up to the next newline, which is included."""
         line = self.stream.readline()
-        self.spend(len(line))
+        self.budget.spend(_WIDEST * len(line))
         return line
 
     def find_class(self, module: str, name: str) -> Global:
@@ -269,6 +302,7 @@ class _SymbolicUnpickler(pickle._Unpickler):
         made = tuple(items)
         depths = [self._depths.get(id(part), (part, 1))[1] for part in made if type(part) is tuple]
         if depths:
+            self.budget.spend(_DEPTH_BYTES)
             depth = 1 + max(depths)
             if depth > _MOST_NESTED_TUPLES:
                 raise PickleLimitError(
@@ -317,8 +351,25 @@ _KNOWN = (
 )
 _LONG = b"X\x8dTB\x8e\x96\x8b"  # text, bytes and integers of any length
 _SAME = {pickle.BYTEARRAY8: pickle.BINBYTES8, pickle.ADDITEMS: pickle.APPENDS}
-_CONTAINERS = b"(]}\x8f\x91t\x85\x86\x87R\x81\x92"
-_COSTS = [_PUSH_BYTES + _CONTAINER_BYTES * (code in _CONTAINERS) for code in range(256)]
+# What each opcode adds to the memory at most (bytes), for objects of 64-bit Python: a number with
+# its place in a list and in a pair of a dictionary, if nothing else is said.
+_COSTS = [48] * 256
+for _codes, _cost in (
+    (b"(", 120),  # a list, for what follows it
+    (b"]", 112),
+    (b"}", 136),
+    (b"t\x85\x86\x87", 72),
+    (b"qr\x94", 136),  # an entry of the memo
+    (b"R\x81\x92", 264),
+    (b"\x8f\x91", 448),
+    (b"c", 304),
+    (b"\x93", 144),
+    (b"Q", 88),
+):
+    for _code in _codes:
+        _COSTS[_code] = _cost
+_DEPTH_BYTES = 256  # what is noted of a tuple in which there are tuples
+_WIDEST = 4  # bytes in memory of a byte of text, if one of its characters needs as many
 
 
 def _table() -> list[_Handler]:
@@ -366,8 +417,11 @@ class Decoded:
     end: int
 
 
-def decode(stream: ByteStream, limits: Limits | None = None) -> Decoded:
+def decode(stream: ByteStream, budget: Budget | None = None) -> Decoded:
     """Read one pickle, of protocol 1 to 5, from the position of the stream on.
+
+    Args:
+        budget: what it takes is charged to; by default that for a small file.
 
     Raises:
         CorruptCheckpointError: it is no whole pickle.
@@ -375,7 +429,7 @@ def decode(stream: ByteStream, limits: Limits | None = None) -> Decoded:
         PickleLimitError: reading it takes more than the limits allow.
         OSError: the stream cannot be read.
     """
-    machine = _SymbolicUnpickler(stream, limits or Limits())
+    machine = _SymbolicUnpickler(stream, budget or Budget())
     try:
         value = machine.load()
     except (CheckpointFileError, PickleLimitError, OSError):
@@ -387,14 +441,18 @@ def decode(stream: ByteStream, limits: Limits | None = None) -> Decoded:
     return Decoded(value, frozenset(machine.globals), machine.persistents, stream.tell())
 
 
-def refuse_nested(data: bytes) -> None:
-    """Refuse a pickle whose tuples are nested so deep that hashing one would end the process.
+def refuse_costly(data: bytes, limits: Limits) -> None:
+    """Refuse a pickle that takes more memory than the limits allow, or would end the process.
 
-    Call it before an untrusted pickle is unpickled, which hashes what it uses as keys.
+    Call it before an untrusted pickle is unpickled: hashing a key that is a tuple nested deep takes
+    the whole stack of a thread.
+
+    Args:
+        data: the pickle; perhaps with more behind it.
 
     Raises:
         CheckpointFileError, PickleLimitError: it does, or `decode` cannot read it.
     """
-    if sum(map(data.count, _TUPLES)) > _MOST_NESTED_TUPLES:  # an upper bound, quickly found
-        stream = ByteStream(BytesSource(data))
-        decode(stream, Limits(memory=max(1 << 30, 512 * len(data)), seconds=600.0, kept=len(data)))
+    few_tuples = sum(map(data.count, _TUPLES)) <= _MOST_NESTED_TUPLES  # an upper bound
+    if not few_tuples or len(data) * (max(_COSTS) + _DEPTH_BYTES) > limits.memory:
+        decode(ByteStream(BytesSource(data)), Budget(limits))

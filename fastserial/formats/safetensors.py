@@ -8,18 +8,20 @@ eight; larger elements come first, so that all are aligned.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.bounded_json import parse_json
+from fastserial.formats.outline import Outline
 from fastserial.formats.source import Source
 from fastserial.formats.tensors import (
     ITEM_BYTES,
-    Outline,
+    MOST_DIMENSIONS,
     StorageEntry,
     TensorEntry,
     contiguous_stride,
+    element_count,
 )
 
 STEM = "model"
@@ -67,6 +69,7 @@ def read_header(source: Source) -> Header:
 
     Raises:
         CorruptCheckpointError: it is damaged, or names bytes that are not in the file.
+        UnreadableCheckpointError: it takes far more memory than a header of tensors.
         OSError: the file cannot be read.
     """
     header, at = _header(source)
@@ -84,8 +87,12 @@ def read_header(source: Source) -> Header:
             outline.unread[key] = f"torch has no dtype {storage.dtype}"
             continue
         shape = tuple(header[key]["shape"])
-        if math.prod(shape) * ITEM_BYTES[storage.dtype] != storage.held:
+        count = element_count(shape, storage.held)
+        if count is None or count * ITEM_BYTES[storage.dtype] != storage.held:
             raise CorruptCheckpointError("its shape does not fit its bytes", record=key)
+        if len(shape) > MOST_DIMENSIONS:
+            outline.unread[key] = f"it has {len(shape)} dimensions"
+            continue
         stride = contiguous_stride(shape)
         outline.tensors.append(TensorEntry(key, storage.dtype, shape, stride, key, 0, storage.held))
     if at != source.size:
@@ -100,7 +107,7 @@ def _header(source: Source) -> tuple[dict[str, Any], int]:
     if length > min(source.size - _LENGTH_BYTES, _MOST_HEADER):
         raise CorruptCheckpointError(f"a header of {length} bytes does not fit the file", offset=0)
     try:
-        header = json.loads(source.read_at(_LENGTH_BYTES, length))
+        header = parse_json(source.read_at(_LENGTH_BYTES, length))
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"the header is not JSON: {error}") from error
     if not isinstance(header, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -14,8 +15,10 @@ from fastserial.errors import (
     CorruptCheckpointError,
     PickleLimitError,
     TruncatedCheckpointError,
+    UnreadableCheckpointError,
 )
 from fastserial.files.linux import preadv
+from fastserial.interrupts import Descriptors
 
 
 class Source(Protocol):
@@ -92,6 +95,28 @@ class DescriptorSource:
             return os.lseek(self._fd, self._start + offset, os.SEEK_DATA) - self._start
         except OSError as error:
             return self._size if error.errno == errno.ENXIO else offset
+
+
+def is_path(name: str) -> bool:
+    """Return whether the system can be asked for a path of this name."""
+    try:
+        return bool(name) and "\0" not in name and bool(os.fsencode(name))
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+
+
+def read_regular(path: str) -> bytes:
+    """Return the bytes of a regular file.
+
+    Raises:
+        UnreadableCheckpointError: it is something else: reading a pipe may block for ever.
+        OSError: it cannot be read.
+    """
+    with Descriptors() as files:
+        source = DescriptorSource(files.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        if not stat.S_ISREG(source.mode):
+            raise UnreadableCheckpointError("not a regular file", path=path)
+        return source.read_at(0, source.size)
 
 
 class BytesSource:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from fastserial.config.performance import STREAM_CHUNK
 from fastserial.errors import (
     CorruptCheckpointError,
     TruncatedCheckpointError,
@@ -400,7 +401,43 @@ def _implied(entry: RecordEntry, limit: int) -> int | None:
 
 PICKLE = "data.pkl"
 _PARTS = (PICKLE, "byteorder", "version", ".data/version")
-_MOST_INFLATED = 256 * 1024 * 1024
+_LEAST_INFLATED = 64 * 1024 * 1024
+_INFLATED_RATIO = 16
+
+
+def most_inflated(nbytes: int) -> int:
+    """Return the most bytes that a record which is kept in memory may decompress to.
+
+    Args:
+        nbytes: size of the archive.
+    """
+    return max(_LEAST_INFLATED, _INFLATED_RATIO * nbytes)
+
+
+def inflated(source: Source, record: RecordEntry) -> Iterator[bytes]:
+    """Yield what a deflated record decompresses to, in parts of at most `STREAM_CHUNK` bytes.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or has another size than the directory says.
+        OSError: the file cannot be read.
+    """
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    left, at, raw = record.size, record.data_offset, b""
+    while not inflater.eof and left >= 0:
+        if not raw and at < record.data_end:
+            raw = source.read_at(at, min(STREAM_CHUNK, record.data_end - at))
+            at += len(raw)
+        try:
+            part = inflater.decompress(raw, STREAM_CHUNK)
+        except zlib.error as error:
+            raise CorruptCheckpointError(f"damaged: {error}", record=record.name) from error
+        if not part and not raw:
+            break  # it is cut short
+        raw = inflater.unconsumed_tail
+        left -= len(part)
+        yield part
+    if left or not inflater.eof:
+        raise CorruptCheckpointError("its size is not what the directory says", record=record.name)
 
 
 def read_record(source: Source, record: RecordEntry, most: int) -> bytes:
@@ -417,16 +454,9 @@ def read_record(source: Source, record: RecordEntry, most: int) -> bytes:
         raise UnreadableCheckpointError(
             "encrypted, or compressed with a method that torch cannot read", record=record.name
         )
-    raw = source.read_at(record.data_offset, record.compressed_size)
     if record.is_stored:
-        return raw
-    try:
-        data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(raw, record.size + 1)
-    except zlib.error as error:
-        raise CorruptCheckpointError(f"damaged: {error}", record=record.name) from error
-    if len(data) != record.size:
-        raise CorruptCheckpointError("its size is not what the directory says", record=record.name)
-    return data
+        return source.read_at(record.data_offset, record.compressed_size)
+    return b"".join(inflated(source, record))
 
 
 def record_stream(source: Source, record: RecordEntry) -> ByteStream:
@@ -434,12 +464,12 @@ def record_stream(source: Source, record: RecordEntry) -> ByteStream:
 
     Raises:
         CorruptCheckpointError: it is compressed, and damaged.
-        UnreadableCheckpointError: it is compressed, and larger than 256 MiB.
+        UnreadableCheckpointError: it is compressed, and larger than `most_inflated`.
         OSError: the file cannot be read.
     """
     if record.is_stored:
         return ByteStream(source, record.data_offset, record.data_end)
-    return ByteStream(BytesSource(read_record(source, record, _MOST_INFLATED)))
+    return ByteStream(BytesSource(read_record(source, record, most_inflated(source.size))))
 
 
 def read_places(source: Source, unique: bool = True, headers: bool = False) -> Directory:

@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 with atheris.instrument_imports(include=["fastserial"]):
     from fastserial.checkpoints import inspect, verify
     from fastserial.config import Config
-    from fastserial.formats import container, dcp, pickles, safetensors, tensors, zip_format
+    from fastserial.formats import container, dcp, outline, pickles, safetensors, zip_format
     from fastserial.loading import unpickler
 
 import torch
@@ -35,7 +35,7 @@ from fastserial.errors import CheckpointFileError, PickleLimitError
 from fastserial.formats.source import BytesSource, ByteStream
 
 _CONFIG = Config(block_size=4096, queue_depth=1, threads=1)
-_LIMITS = pickles.Limits(memory=64 << 20, seconds=5, visits=100_000)
+_LIMITS = pickles.Limits(memory=64 << 20, seconds=5)
 _FOLDER = tempfile.mkdtemp(prefix="fastserial-fuzz-")
 
 
@@ -62,8 +62,8 @@ def parse_legacy(data: bytes) -> None:
 def parse_pickle(data: bytes) -> None:
     """The symbolic machine, the walk over what it found, and the look at plain pickles."""
     unpickler.plain_pickle(data)
-    pickles.refuse_nested(data)
-    tensors.outline(pickles.decode(ByteStream(BytesSource(data)), _LIMITS))
+    pickles.refuse_costly(data, _LIMITS)
+    outline.outline(pickles.decode(ByteStream(BytesSource(data)), pickles.Budget(_LIMITS)))
 
 
 def parse_safetensors(data: bytes) -> None:
@@ -80,7 +80,7 @@ def parse_dcp(data: bytes) -> None:
         with open(os.path.join(folder, name), "wb") as file:
             file.write(data)
     _look(folder)
-    dcp.parse(BytesSource(data), "x")
+    dcp.parse(data, "x")
 
 
 def _whole_file(data: bytes, name: str) -> None:

@@ -18,6 +18,7 @@ from fastserial.errors import (
     UnreadableCheckpointError,
 )
 from fastserial.formats.pickles import (
+    Budget,
     Call,
     Decoded,
     Elided,
@@ -47,7 +48,7 @@ def read(data: bytes, limits: Limits | None = None) -> Decoded:
             assert 3 <= offset <= offset + nbytes <= 3 + len(data), "read outside of the pickle"
             return super().read_at(offset, nbytes)
 
-    found = decode(ByteStream(Strict(b"..." + data + b"..."), 3, 3 + len(data)), limits)
+    found = decode(ByteStream(Strict(b"..." + data + b"..."), 3, 3 + len(data)), Budget(limits))
     return dataclasses.replace(found, end=found.end - 3)
 
 

@@ -6,7 +6,6 @@ sizes; the index of Hugging Face's shards names the file of each tensor.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 from fastserial.checkpoints.verify.report import Problem, VerifyReport
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.formats.bounded_json import parse_json
 from fastserial.formats.safetensors import read_header
 from fastserial.formats.source import DescriptorSource, naming
 from fastserial.interrupts import Descriptors
@@ -51,7 +51,7 @@ def _read_object(fd: int, key: str) -> dict[str, Any]:
     if len(text) > _MOST:
         raise UnreadableCheckpointError(f"a list of files larger than {_MOST} bytes")
     try:
-        found: Any = json.loads(text)[key]
+        found: Any = parse_json(text)[key]
     except (ValueError, KeyError, TypeError, RecursionError):
         found = ""
     if found is None:  # `CheckpointCallback` writes this while it overwrites the folder

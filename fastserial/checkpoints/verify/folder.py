@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import replace
-from math import prod
 
 from fastserial.checkpoints.verify.file_list import is_file_name
 from fastserial.checkpoints.verify.report import Problem, VerifyReport
@@ -71,9 +70,9 @@ def _check_metadata(metadata: Metadata, name: str, report: VerifyReport) -> None
     for item in metadata.missing:
         report.add(Problem("missing", "the metadata has no location for it", item, file=name))
     for key, stored in metadata.tensors.items():
-        held = sum(prod(chunk.sizes) for chunk in stored.chunks)
-        if held != prod(stored.shape):
-            text = f"its chunks have {held} elements, the tensor {prod(stored.shape)}"
+        held = sum(chunk.numel for chunk in stored.chunks)
+        if held != stored.numel:
+            text = f"its chunks have {held} elements, the tensor {stored.numel}"
             report.add(Problem("missing", text, key, None, (key,), name))
     if not metadata.ours:
         report.without_checksums(f"{name} has no checksum, since fastserial did not write it")
@@ -120,8 +119,14 @@ class _ItemChecks:
             with Descriptors() as opened:
                 fd = opened.open(os.path.join(self._path, name), os.O_RDONLY | os.O_NONBLOCK)
                 size = os.fstat(fd).st_size
+                before: Item | None = None  # of those so far, the one that ends last
                 for item in items:
                     self._bar.update(item.length)
+                    if before is not None and item.offset < before.offset + before.length:
+                        if item.length and not _is_same_data(item, before):
+                            self._add(item, "directory", f"its bytes are also in {before.name}")
+                        continue  # nothing is read twice
+                    before = item
                     if item.offset + item.length > size:
                         text = f"the file ends at {size}, before the item does"
                         self._add(item, "truncated", text)
@@ -228,6 +233,14 @@ class _ItemChecks:
         mismatch = crc_mismatch(None if isinstance(found, OSError) else found, expected)
         if mismatch is not None:
             self._add(item, "checksum", f"{what}: {mismatch}", start)
+
+
+def _is_same_data(one: Item, other: Item) -> bool:
+    """Return whether items are one in the file, and everything else said of them is the same."""
+    place = (one.offset, one.length, one.dtype, one.known, one.is_extended)
+    if place != (other.offset, other.length, other.dtype, other.known, other.is_extended):
+        return False
+    return (one.chunk and one.chunk.sizes) == (other.chunk and other.chunk.sizes)
 
 
 def _is_self_describing(item: Item) -> bool:

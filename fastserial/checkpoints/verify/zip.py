@@ -6,7 +6,6 @@ import contextlib
 import io
 import pickletools
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -25,8 +24,9 @@ from fastserial.errors import (
 )
 from fastserial.files.remote import ReadAhead, RemoteSource
 from fastserial.formats import zip_format, zip_layout
+from fastserial.formats.outline import Outline, zip_outline
 from fastserial.formats.source import BytesSource, DescriptorSource, Source
-from fastserial.formats.tensors import ITEM_BYTES, Outline, zip_outline
+from fastserial.formats.tensors import ITEM_BYTES
 from fastserial.formats.zip_format import (
     DEFLATED,
     FIELD,
@@ -39,6 +39,7 @@ from fastserial.formats.zip_format import (
     LocalHeader,
     RecordEntry,
     ambiguous_parts,
+    inflated,
     is_part,
     parse_local_header,
     read_directory,
@@ -184,7 +185,7 @@ _LONGEST_GAP = zip_format.DESCRIPTOR64.size + LOCAL.size + 2 * U16
 _STORAGE = re.compile(r"data/\d+")
 _VERSIONS = ("version", ".data/version")
 _MOST_VERSION = 64
-_MOST_PICKLE = 256 * 1024 * 1024
+_MOST_PICKLE = 4 * 1024 * 1024  # of one that is compressed
 # So many bytes of a file are inflated, and so many more for each of its own: deflate makes up to
 # 1032 bytes of one, so that a file of a few megabytes would take minutes.
 _INFLATED, _INFLATED_OF_ONE = 1 << 30, 256
@@ -292,7 +293,7 @@ def _outline(source: Source, directory: Directory, report: VerifyReport) -> Outl
     except (CheckpointFileError, PickleLimitError) as error:
         record = directory.find(PICKLE)
         text = f"the tensors' keys are not known: {error}"
-        if isinstance(error, PickleLimitError) or (record and record.size > _MOST_PICKLE):
+        if isinstance(error, PickleLimitError) or (record and record.size > _judged(record)):
             report.skipped(f"{text}; nor whether all their records are there")
         elif record is None or _is_whole_pickle(source, record):
             report.notes.append(text)
@@ -302,6 +303,11 @@ def _outline(source: Source, directory: Directory, report: VerifyReport) -> Outl
     if outline is not None and outline.notes:
         report.notes.append(outline.notes[0])
     return outline
+
+
+def _judged(record: RecordEntry) -> int:
+    """Return the most bytes of a pickle that is looked through: that takes a second for a MB."""
+    return max(_MOST_PICKLE, record.compressed_size)
 
 
 def _check_storages(outline: Outline, report: VerifyReport) -> None:
@@ -322,40 +328,12 @@ def _inflated_crc(source: Source, record: RecordEntry) -> int | OSError | None:
     """Return the CRC-32 of what a record inflates to; errors as `_crc_or_error`."""
 
     def read() -> int:
-        crc = nbytes = 0
-        for piece in _inflated(source, record):
+        crc = 0
+        for piece in inflated(source, record):
             crc = crc32(piece, crc)
-            nbytes += len(piece)
-            if nbytes > record.size:
-                break
-        if nbytes != record.size:
-            raise CorruptCheckpointError("its size is not what the directory says")
         return crc
 
     return _crc_or_error(read)
-
-
-def _inflated(source: Source, record: RecordEntry) -> Iterator[bytes]:
-    """Yield what a record inflates to, in pieces.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, or cut short.
-        OSError: the file cannot be read.
-    """
-    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
-    for at in range(record.data_offset, record.data_end, STREAM_CHUNK):
-        rest = source.read_at(at, min(STREAM_CHUNK, record.data_end - at))
-        while not inflater.eof:
-            try:
-                piece = inflater.decompress(rest, STREAM_CHUNK)
-            except zlib.error as error:
-                raise CorruptCheckpointError(f"damaged: {error}") from error
-            if not piece:
-                break
-            yield piece
-            rest = inflater.unconsumed_tail
-    if not inflater.eof:
-        raise CorruptCheckpointError("cut short")
 
 
 def _is_plain(record: RecordEntry) -> bool:
@@ -571,7 +549,7 @@ def _is_whole_pickle(source: Source, record: RecordEntry) -> bool:
         OSError: the file cannot be read.
     """
     try:
-        data = read_record(source, record, _MOST_PICKLE)
+        data = read_record(source, record, _judged(record))
     except CheckpointFileError:
         return True  # its checksum says what is wrong
     if not data.startswith(b"\x80"):

@@ -38,8 +38,9 @@ from fastserial.errors import (
 )
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.dcp import Known, is_framed
+from fastserial.formats.outline import zip_outline
 from fastserial.formats.source import BytesSource, DescriptorSource, Source
-from fastserial.formats.tensors import contiguous_stride, zip_outline
+from fastserial.formats.tensors import contiguous_stride
 from fastserial.formats.zip_format import (
     END,
     END_SIGNATURE,

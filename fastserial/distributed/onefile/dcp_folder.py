@@ -42,7 +42,7 @@ from fastserial.files.sources import stamp
 from fastserial.formats.container import FolderContainer
 from fastserial.formats.dcp import Item, parse
 from fastserial.formats.dcp import Metadata as FolderMetadata
-from fastserial.formats.source import BytesSource
+from fastserial.formats.source import read_regular
 from fastserial.formats.tensors import contiguous_stride
 from fastserial.memory.held_settings import paused_collection
 from fastserial.nests import is_container
@@ -184,17 +184,17 @@ def _contents_of(path: str, verify: bool, between: Callable[[], None]) -> _Folde
     Raises:
         CorruptCheckpointError: `.metadata` is damaged, or there is none.
         ConvertError: its entries cannot be in one nest.
+        UnreadableCheckpointError: `.metadata` is no regular file.
         CheckpointReplacedError: another save completed meanwhile.
         OSError: a file cannot be read.
     """
     name = os.path.join(path, METADATA)
     try:
-        with open(name, "rb") as file:
-            data = file.read()
+        data = read_regular(name)
     except FileNotFoundError:
         FolderContainer(path).of_all_ranks()  # may know why
         raise
-    version, found = crc32(data), parse(BytesSource(data), name)
+    version, found = crc32(data), parse(data, name)
     if found.missing:
         text = "`.metadata` does not say where it is"
         raise CorruptCheckpointError(text, path=path, record=found.missing[0])
