@@ -57,6 +57,7 @@ from fastserial.files.durable import replace_bytes, sync_folders
 from fastserial.integrations.deepspeed_full import save_full, writers_of
 from fastserial.overlap.asynchronous import start_save
 from fastserial.overlap.pending import PendingSave
+from fastserial.reports import SaveReport
 
 if TYPE_CHECKING:
     from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
@@ -472,8 +473,8 @@ def _configure(engine: Any) -> None:
     unused = [*_take_writer(settings, options), *_take_aio(settings, options)]
     if unused:
         warnings.warn(
-            f"DeepSpeed's config has the section {SECTION!r}, in which {', '.join(unused)} has no "
-            f"effect on checkpoints: set engine, block_size, queue_depth or threads in {SECTION!r}",
+            f"without effect on checkpoints, in DeepSpeed's config: {', '.join(unused)}. Set "
+            f"engine, block_size, queue_depth or threads in its section {SECTION!r}",
             UserWarning,
             stacklevel=2,
         )
@@ -498,7 +499,7 @@ def _take_writer(settings: Mapping[str, Any], options: dict[str, Any]) -> list[s
     if given.pop("decoupled", False):
         options.setdefault("overlap", True)
     if given.pop("show_statistics", False):
-        options.setdefault("on_report", lambda report: say(str(report)))
+        options.setdefault("on_report", _say_report)
     size = given.pop("io_buffer_size", None)
     if size is not None and not {"block_size", "queue_depth"} & options.keys():
         options["queue_depth"] = max(1, int(size) // config.current().block_size)
@@ -508,6 +509,11 @@ def _take_writer(settings: Mapping[str, Any], options: dict[str, Any]) -> list[s
         for key, value in given.items()
         if key not in same or str(value).lower() != str(same[key]).lower()
     ]
+
+
+def _say_report(report: SaveReport) -> None:
+    for line in str(report).splitlines():
+        say(line)
 
 
 def _take_aio(settings: Mapping[str, Any], options: dict[str, Any]) -> list[str]:

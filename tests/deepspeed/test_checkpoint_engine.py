@@ -91,7 +91,7 @@ def test_config_route(launch: Launch, tmp_path: Path) -> None:
     (saved,) = having(said, "saved")
     assert (saved["by"], saved["container"]) == ("FastserialCheckpointEngine", "zip")
     assert len(files(tmp_path)) == 5
-    expected = "checkpoint.writer.type, checkpoint.writer.bufer has no effect"
+    expected = "in DeepSpeed's config: checkpoint.writer.type, checkpoint.writer.bufer."
     assert expected in having(said, "stderr")[0]["stderr"]
 
 
