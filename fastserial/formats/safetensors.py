@@ -29,7 +29,7 @@ ONE_FILE = f"{STEM}.safetensors"
 INDEX = f"{ONE_FILE}.index.json"
 _LENGTH_BYTES = 8
 _MOST_HEADER = 100_000_000  # as the reference implementation
-_METADATA = "__metadata__"
+METADATA = "__metadata__"
 
 # Names of types in the header, by torch's names, in the order of the file (safetensors 0.8).
 TYPE_NAMES = {
@@ -73,7 +73,7 @@ def read_header(source: Source) -> Header:
         OSError: the file cannot be read.
     """
     header, at = _header(source)
-    free = header.pop(_METADATA, None)
+    free = header.pop(METADATA, None)
     outline = Outline()
     storages = [_storage(key, value, at) for key, value in header.items()]
     for storage in sorted(storages, key=lambda one: one.offset or 0):
@@ -204,7 +204,7 @@ def header_bytes(
     Raises:
         UnicodeEncodeError: a key or a text has lone surrogates, which UTF-8 cannot encode.
     """
-    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     at = 0
     for key, dtype, shape, nbytes in tensors:
         header[key] = {

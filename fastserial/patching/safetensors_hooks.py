@@ -21,7 +21,7 @@ from fastserial.config import current
 from fastserial.files.destination import StockWay
 from fastserial.files.nodes import is_node, open_node
 from fastserial.formats.extents import storage_extents
-from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
+from fastserial.formats.safetensors import METADATA, TYPE_NAMES, header_bytes
 from fastserial.formats.tensors import ITEM_BYTES
 from fastserial.import_hook import when_imported
 from fastserial.memory.storages import HostMemory, batch_of
@@ -164,6 +164,8 @@ def _prepare(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> 
     """Return the header and the tensors' memory in their order; None: safetensors has to write."""
     if metadata is not None and (not metadata or not _is_text(metadata)):
         return None
+    if not all(type(key) is str and key != METADATA for key in tensors):  # JSON takes others, too
+        return None
     rows = []
     for key, spec in tensors.items():
         name = str(spec.dtype)
@@ -184,4 +186,6 @@ def _prepare(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> 
 
 
 def _is_text(metadata: Mapping[str, str]) -> bool:
-    return all(type(key) is str and type(value) is str for key, value in metadata.items())
+    return isinstance(metadata, dict) and all(
+        type(key) is str and type(value) is str for key, value in metadata.items()
+    )
