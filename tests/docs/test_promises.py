@@ -26,6 +26,7 @@ LIMITS = [
     r"slower than 400 MB/s",
     r"throttled at \d+ MB/s",
     r"3 % faster",
+    r"after 30 seconds a line in the log",
     r"ext4\s+reserves 5 %",
     r"full at 99 %",
     r"1\.10 × the defaults",
