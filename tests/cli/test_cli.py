@@ -105,6 +105,40 @@ def test_run_a_command_that_starts_the_program(
     assert (tmp_path / "said").read_text() == "True"
 
 
+PYTHON_FILE = "import sys; sys.stdout.write(sys.argv[1])\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "executable"),
+    [
+        ("./launch.sh", "#!/bin/sh\nprintf %s $1\n", True),
+        ("launch", "#!/bin/sh\nprintf %s $1\n", True),
+        ("./launch.sh", "printf %s $1\n", True),  # shells run it, too
+        ("./train.py", PYTHON_FILE, True),
+        ("train.py", PYTHON_FILE, False),
+        ("./train", PYTHON_FILE, False),
+        ("./train", f"#!/usr/bin/env python3\n{PYTHON_FILE}", True),
+    ],
+)
+def test_run_a_file(name: str, text: str, executable: bool, tmp_path: Path) -> None:
+    """Python runs its programs, and the system runs the others."""
+    path = tmp_path / name
+    path.write_text(text)
+    path.chmod(0o755 if executable else 0o644)
+    (tmp_path / "printf").mkdir()  # a folder is no program
+    for words in ([name], ["printf", "%s"]):
+        done = python("-m", "fastserial", "run", *words, "said", cwd=tmp_path)
+        assert done.out == "said"
+
+
+def test_run_what_may_not_be_run(tmp_path: Path) -> None:
+    path = tmp_path / "launch.sh"
+    path.write_text("#!/bin/sh\n")
+    done = command("run", path)
+    assert done.code == 2
+    assert done.err == f"error: [Errno 13] Permission denied: '{path}'\n"
+
+
 # --- bench and demo ---------------------------------------------------------------------------
 
 
