@@ -31,7 +31,7 @@ _SAVERS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 _TENSOR = 16 << 20  # bytes of one tensor
 _SLACK = 64 << 20
 _STEPS = (1, 2, 3)  # the first save makes the file; the second is timed; the third is killed
-OLD, NEW = "the old checkpoint", "the new checkpoint"
+OLD, NEW, MIXED = "the old checkpoint", "the new checkpoint", "parts of both checkpoints"
 
 
 def run_crash(
@@ -46,8 +46,8 @@ def run_crash(
         say: gets a line when something begins.
 
     Returns:
-        By kind of save, how often `torch.load` got the `OLD` checkpoint, the `NEW` one, whole, or
-        an error, by its text.
+        By kind of save, how often `torch.load` got the `OLD` checkpoint, the `NEW` one, parts of
+        both (`MIXED`), or an error, by its text.
 
     Raises:
         BenchError: there is too little memory or disk, or a saving process failed.
@@ -87,7 +87,7 @@ def _outcome(path: Path) -> str:
             return str(error).split("\n")[0].split(". ")[0]
     step = state["step"]
     if not all(bool((tensor == step).all()) for tensor in state["weights"]):
-        return "it loads, with weights of two checkpoints"
+        return MIXED
     return NEW if step == _STEPS[-1] else OLD
 
 
