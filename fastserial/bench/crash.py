@@ -84,7 +84,7 @@ def _outcome(path: Path) -> str:
         try:
             state = torch.load(path, weights_only=True)
         except Exception as error:  # whatever it is: the checkpoint is lost
-            return str(error).split("\n")[0].split(". ")[0]
+            return str(error).split("\n")[0].split(". ")[0] or type(error).__name__
     step = state["step"]
     if not all(bool((tensor == step).all()) for tensor in state["weights"]):
         return MIXED

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib
 import importlib.util
 import json
@@ -23,11 +24,14 @@ from fastserial import __version__, config, engines, startup
 from fastserial.config import Config
 from fastserial.diagnosis.folder import FolderFacts, folder_problem, probe_folder
 from fastserial.engines import EngineStatus
-from fastserial.errors import FastserialError, PatchError
+from fastserial.errors import REMEDIES, FastserialError, PatchError
 from fastserial.memory import huge_pages
 from fastserial.memory.huge_pages import SWITCH
 from fastserial.patching import install
+from fastserial.reports import format_bytes
 
+_LITTLE = 1 << 30  # bytes
+_FREE_SPACE = REMEDIES[errno.ENOSPC]
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs")
 
 
@@ -275,10 +279,16 @@ def _about_folder(folder: FolderFacts, options: Config) -> Iterator[Finding]:
     kind, size = folder.file_system, folder.alignment.offset if folder.alignment else 0
     if folder.problem is not None:
         yield _fails(
-            f"no file can be made in {folder.path}: {folder.problem}",
-            "check the folder's owner, mode and mount options, or save elsewhere",
+            f"no file can be written in {folder.path}: {folder.problem}",
+            folder.remedy or "check the folder's owner, mode and mount options, or save elsewhere",
         )
         return
+    if folder.free_bytes is not None and folder.free_bytes < _LITTLE:
+        text = f"only {format_bytes(folder.free_bytes)} are free in {folder.path}"
+        if folder.free_bytes:
+            yield _note(f"{text}: a new checkpoint needs room beside the old one", _FREE_SPACE)
+        else:
+            yield _fails(f"{text}, but for what is kept for root: saves will fail", _FREE_SPACE)
     if kind in _IN_MEMORY:
         yield _note(
             f"{kind} keeps files in memory: they are lost at power-off",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -12,12 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastserial.config.performance import PAGE
+from fastserial.errors import REMEDIES
 from fastserial.files import linux
 from fastserial.files.destination import TEMPORARY_NAME
 from fastserial.files.linux import DirectAlignment, block_node, first_line
 from fastserial.interrupts import Descriptors
 from fastserial.memory.buffers import BufferPool
 
+_TRIAL = 1 << 20  # bytes that are written to a folder
 _YOUNG = 5.0  # seconds; a younger temporary file may be about to be locked by its owner
 
 
@@ -26,42 +29,49 @@ class FolderFacts:
     """What saves to a folder can use.
 
     Attributes:
-        problem: why no file can be created there; then the rest is not known.
+        problem: why no file can be written there; then the rest is not known.
+        free_bytes: what users other than root may still write, None if it is not known.
         device: name and model of the block device, empty if there is none (tmpfs, NFS, overlay).
         alignment: what direct I/O needs; None: the kernel says the file system has none.
         direct_problem: why a direct write failed; None: it worked.
         leftovers: temporary files of killed saves.
+        remedy: what helps against `problem`, None if it does not say.
     """
 
     path: str
     problem: str | None
     file_system: str
     device: str
-    free_bytes: int
+    free_bytes: int | None
     alignment: DirectAlignment | None = None
     direct_problem: str | None = None
     leftovers: tuple[str, ...] = ()
+    remedy: str | None = None
 
 
 def probe_folder(folder: Path) -> FolderFacts:
-    """Try what a folder can do. Files created for that are removed.
+    """Try what a folder can do: create a file, write 1 MiB and sync it. The file is removed.
 
     Raises:
         OSError: it is no directory, or cannot be read.
     """
     stats = os.statvfs(folder)
-    free = stats.f_bavail * stats.f_frsize
+    free = stats.f_bavail * stats.f_frsize if stats.f_blocks else None
     where = str(folder.absolute())
     kind, device = linux.kind_of(where), _device_of(folder)
     left = leftovers(folder)
     found = FolderFacts(where, None, kind, device, free, leftovers=left)
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".fastserial-probe-") as file:
+            linux.write_all(file.fileno(), memoryview(os.urandom(_TRIAL)), 0)
+            linux.synced(file.fileno())  # some file systems find only now that the disk is full
             alignment = linux.direct_alignment(file.fileno())
             problem = _try_direct(file.fileno(), alignment)
             return replace(found, alignment=alignment, direct_problem=problem)
     except OSError as error:
-        return replace(found, problem=error.strerror or str(error))
+        no_inodes = error.errno == errno.ENOSPC and stats.f_files and not stats.f_favail
+        problem = "it has no free inodes" if no_inodes else error.strerror or str(error)
+        return replace(found, problem=problem, remedy=REMEDIES.get(error.errno or 0))
 
 
 def folder_problem(folder: Path) -> str | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import os
 import resource
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from fastserial.diagnosis import examine as examine_module
 from fastserial.diagnosis.examine import Boot, Diagnosis, Finding, Torch, examine, judge
 from fastserial.diagnosis.folder import FolderFacts, probe_folder
 from fastserial.engines import EngineStatus
-from fastserial.errors import FastserialError
+from fastserial.errors import REMEDIES, FastserialError
 from fastserial.files import linux
 from fastserial.files.linux import DirectAlignment
 from fastserial.memory import huge_pages
@@ -139,6 +142,62 @@ def test_probe_finds_a_folder_that_takes_no_file() -> None:
     assert found.problem
 
 
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """4 MiB, with few inodes."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a small disk")
+    place = tmp_path / "disk"
+    place.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=4M,nr_inodes=20"]
+    subprocess.run(["mount", *options, "none", place], check=True)
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_folder_in_which_nothing_can_be_saved(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No save is tried in it: what can be created there may still have no room."""
+
+    def failures() -> list[Finding]:
+        found = examine(disk)
+        show(found)
+        assert "All is well" not in capsys.readouterr().out
+        return [finding for finding in found.findings if finding.fails]
+
+    assert not failures()  # little room is a note
+    with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 20))
+    (finding,) = failures()
+    assert "No space left" in finding.text
+    assert "Free space" in finding.remedy
+    (disk / "filler").unlink()
+    for number in range(20):
+        with contextlib.suppress(OSError):
+            (disk / str(number)).touch()
+    (finding,) = failures()
+    assert "inodes" in finding.text
+    (disk / "0").unlink()
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    (finding,) = failures()
+    assert "Read-only" in finding.text
+    assert "Remount" in finding.remedy
+
+
+@pytest.mark.parametrize("error", [errno.EDQUOT, errno.ENOSPC, errno.EFBIG, errno.EIO])
+def test_a_trial_write_that_fails(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(linux, "synced", refuse)
+    found = probe_folder(tmp_path)
+    assert (found.problem, found.remedy) == (os.strerror(error), REMEDIES[error])
+
+
 # --- the findings -----------------------------------------------------------------------------
 
 
@@ -165,6 +224,9 @@ def test_nothing_to_find(healthy: Diagnosis) -> None:
         ({"boot": Boot("maybe", None, True)}, "neither", True),
         ({"boot": Boot("1", True, True)}, None, False),
         ({"folder": {"problem": "Read-only file system"}}, "Read-only", "fails"),
+        ({"folder": {"free_bytes": 0}}, "kept for root", "fails"),
+        ({"folder": {"free_bytes": 5000}}, "only 4.9KiB", False),
+        ({"folder": {"free_bytes": None}}, None, False),
         ({"folder": {"direct_problem": "Invalid argument"}}, "page cache", True),
         ({"folder": {"alignment": None}}, "page cache", True),
         ({"folder": {"alignment": DirectAlignment(4, 1 << 23, True)}}, "block_size", True),
