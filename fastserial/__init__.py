@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # what type checkers see of `_HOMES`, below
         MismatchedCallError as MismatchedCallError,
         PatchError as PatchError,
         StorageChangedError as StorageChangedError,
+        UnmetOptionWarning as UnmetOptionWarning,
         UnreadableCheckpointError as UnreadableCheckpointError,
         UnreadableTensorError as UnreadableTensorError,
         UnsupportedTorchWarning as UnsupportedTorchWarning,
@@ -78,7 +79,8 @@ _HOMES = {
         "CheckpointKeyError CheckpointReplacedError ConfigError ConvertError "
         "CorruptCheckpointError DistributedError EngineUnavailableError FastserialError "
         "LoadMismatchError MismatchedCallError PatchError StorageChangedError "
-        "UnreadableCheckpointError UnreadableTensorError UnsupportedTorchWarning WriteError"
+        "UnmetOptionWarning UnreadableCheckpointError UnreadableTensorError "
+        "UnsupportedTorchWarning WriteError"
     ),
     "memory.buffers": "free_pinned",
     "overlap.asynchronous": "save_async",

@@ -275,6 +275,13 @@ class DeniedTargetError(WriteError, PermissionError):
     """The target or its directory may not be written."""
 
 
+class UnmetOptionWarning(UserWarning):
+    """What an option asks for cannot be done for a file: said once in a process for each reason.
+
+    `last_load_report().fallback` and `last_save_report().fallback` have the reason, too.
+    """
+
+
 # What the user can do, by errno.
 REMEDIES = {
     errno.ENOSPC: "Free space (or inodes) there or save to another disk",

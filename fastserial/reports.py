@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from fastserial.errors import UnmetOptionWarning
 from fastserial.printable import printable
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -35,6 +37,22 @@ def format_bandwidth(bytes_per_second: float) -> str:
     """Return a bandwidth in both unit bases, such as `1581MiB/s (1658MB/s)`."""
     binary = _scaled(bytes_per_second, 1024, _BINARY)
     return f"{binary}/s ({_scaled(bytes_per_second, 1000, _DECIMAL)}/s)"
+
+
+_MOST = 32  # distinct reasons that are counted, or warned of
+_unmet: set[tuple[str, str]] = set()
+
+
+def warn_unmet(option: str, why: str) -> None:
+    """Warn, once in a process for each reason, that an option is not met.
+
+    Args:
+        option: as it was set, such as `direct=True`.
+        why: what prevents it.
+    """
+    if (option, why) not in _unmet and len(_unmet) < _MOST:
+        _unmet.add((option, why))
+        warnings.warn(f"{option} has no effect here: {why}", UnmetOptionWarning, stacklevel=3)
 
 
 class Transfer(NamedTuple):
@@ -197,15 +215,19 @@ def publish_save(
     report: SaveReport,
     on_report: Callable[[SaveReport], object] | None = None,
     *,
+    direct: object = "auto",
     again: bool = False,
 ) -> None:
     """Make a report the process's last one, and pass it to `on_report`.
 
     Args:
+        direct: the option.
         again: it completes an earlier report of this save, which was logged and counted.
     """
     global _last_save
     _last_save = report
+    if direct is True and not report.direct and report.fallback is not None:
+        warn_unmet("direct=True", report.fallback)
     if not again:
         SAVES.add(report.bytes, report.seconds, report.fallback)
         _log.debug("%s", report)
@@ -304,7 +326,6 @@ def last_load_report() -> LoadReport | None:
     return _last_load
 
 
-_MOST = 32  # distinct reasons that are counted
 _OTHERS = "other reasons"
 
 

@@ -12,12 +12,13 @@ import torch
 from torch._guards import detect_fake_mode
 
 from fastserial.checkpoints.tensor_read import fetch, meta_of, open_readable
-from fastserial.config import Config
+from fastserial.config import Config, current
 from fastserial.files.remote import RemoteSource, is_url
 from fastserial.formats.safetensors import TYPE_NAMES
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.tensors import TensorEntry
 from fastserial.loading.reader import OccasionalReader, ReadExtent, fill_each
+from fastserial.reports import warn_unmet
 
 
 class LazyCheckpoint:
@@ -231,10 +232,15 @@ def open_checkpoint(
             weight = file.get_tensor("model.weight")
             rows = file.get_slice("model.weight")[1:2]
 
+    Nothing is verified: where the option `verify_on_load` is set, a warning says so.
+
     Raises:
         CorruptCheckpointError: the file is damaged.
         UnreadableCheckpointError: the file is no checkpoint.
         UnreadableTensorError: it was written on a big-endian machine.
         OSError: it cannot be opened.
     """
+    if current().verify_on_load:
+        why = "`open` reads parts of records, which have no checksums: call `fastserial.verify`"
+        warn_unmet("verify_on_load", why)
     return LazyCheckpoint(path, device)

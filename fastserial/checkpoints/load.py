@@ -13,10 +13,12 @@ import torch
 from fastserial.checkpoints.lazy import open_checkpoint
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import current, options
-from fastserial.errors import ConfigError, CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.files.remote import ReadAhead, RemoteSource, is_url
 from fastserial.files.sources import stamp
+from fastserial.loading.session import unverified_error, verify_request
 from fastserial.patching.install import installed, patched
+from fastserial.reports import warn_unmet
 
 _NAMES = ("_load", "_open_file_like")
 
@@ -31,28 +33,48 @@ def load(f: Any, *args: Any, verify: bool | None = None, **kwargs: Any) -> Any:
             `verify`.
         args: as `torch.load`.
         kwargs: as `torch.load`.
-        verify: compare the CRC-32 of every record that is read. Possible for zip files that are
-            regular files and were written with checksums, and not with `mmap=True`;
-            `last_load_report().verified` says whether it was done. Default: the option
-            `verify_on_load`.
+        verify: compare the CRC-32 of every record that is read, or, with `mmap=True`, mapped; an
+            error where that is impossible. Zip files that were written with checksums have them;
+            legacy and safetensors files have none. Default: the option `verify_on_load`, which
+            only warns; `last_load_report().verified` says whether it was done.
 
     Raises:
+        ConfigError: `verify`, and the checksums of this file cannot be compared.
         CorruptCheckpointError: a record is damaged (`verify`), or the file is hostile, or it
             changed while it was read. A `RuntimeError`.
         Exception: whatever `torch.load` raises.
     """
+    wanted = current().verify_on_load if verify is None else verify
+    lacking = _lacking(f) if wanted else None
+    if lacking is not None:
+        if verify:
+            raise unverified_error(f, lacking)
+        warn_unmet("verify_on_load", lacking)
+        wanted = False
     if is_url(f):
-        if current().verify_on_load if verify is None else verify:
-            raise ConfigError(
-                f"{f}: a load from a URL compares no checksums: call `fastserial.verify` with it, "
-                "and load it with `verify=False`"
-            )
-        return (_safetensors if f.endswith(".safetensors") else _remote)(f, *args, **kwargs)
+        with options(verify_on_load=False):
+            return (_safetensors if f.endswith(".safetensors") else _remote)(f, *args, **kwargs)
     function = _function()
-    if verify and function is torch.load and not installed() and isinstance(f, str | os.PathLike):
-        return _verified(function, f, *args, **kwargs)
-    with options(**({} if verify is None else {"verify_on_load": verify})):
-        return function(f, *args, **kwargs)
+    if wanted and function is torch.load and not installed():
+        return _verified(function, f, bool(verify), *args, **kwargs)
+    with options(verify_on_load=wanted):
+        if not verify:
+            return function(f, *args, **kwargs)
+        with verify_request() as request:
+            found = function(f, *args, **kwargs)
+    if not request.is_met:
+        raise unverified_error(f, "it is no zip file of tensors")
+    return found
+
+
+def _lacking(f: Any) -> str | None:
+    """Return why a file has no checksums that a load could compare, as far as its name says."""
+    name = os.fspath(f) if isinstance(f, str | os.PathLike) else ""
+    if isinstance(name, str) and name.endswith(".safetensors"):
+        return "safetensors files have no checksums"
+    if is_url(f):
+        return "a load from a URL compares no checksums: call `fastserial.verify` with it"
+    return None
 
 
 def _remote(url: str, *args: Any, **kwargs: Any) -> Any:
@@ -83,16 +105,37 @@ def _safetensors(url: str, map_location: Any = None, *_: Any, **__: Any) -> dict
             return dict(zip(file.keys(), threads.map(file.get_tensor, file.keys()), strict=True))
 
 
-def _verified(function: Any, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-    """Verify a file in a separate pass, for a torch without a patch, and load the same file."""
-    with open(path, "rb") as file:
+def _verified(function: Any, f: Any, required: bool, *args: Any, **kwargs: Any) -> Any:
+    """Verify a file in a separate pass, for a torch without a patch, and load the same file.
+
+    Args:
+        function: loads it.
+        required: raise if it cannot be verified.
+
+    Raises:
+        ConfigError: it cannot.
+        CorruptCheckpointError: it is damaged, or changed meanwhile.
+    """
+    if not isinstance(f, str | os.PathLike):
+        found, why = function(f, *args, **kwargs), "this torch has no patch: give it a path"
+        return _unverified(found, f, why, required)
+    with open(f, "rb") as file:
         seen = stamp(file.fileno())
-        refuse_damaged(path, file.fileno())
+        report = refuse_damaged(f, file.fileno())
         # the path may have another file by now; for `mmap=True` torch needs one
         name = f"/proc/self/fd/{file.fileno()}"
         found = function(name if os.path.exists(name) else file, *args, **kwargs)
         if not seen.holds_for(file.fileno()):
-            raise CorruptCheckpointError("the file changed while it was read", path=os.fspath(path))
+            raise CorruptCheckpointError("the file changed while it was read", path=os.fspath(f))
+    if report.fully_checked:
+        return found
+    return _unverified(found, f, "; ".join(report.notes) or report.status, required)
+
+
+def _unverified(found: Any, f: Any, why: str, required: bool) -> Any:
+    if required:
+        raise unverified_error(f, why)
+    warn_unmet("verify_on_load", why)
     return found
 
 

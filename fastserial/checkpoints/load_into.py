@@ -31,9 +31,11 @@ from fastserial.formats.container import Container
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.tensors import TensorEntry
 from fastserial.loading.reader import FastFileReader, ReadExtent, report_load
+from fastserial.loading.session import unverified_error
 from fastserial.memory.held_settings import paused_collection
 from fastserial.nests import walk
 from fastserial.printable import BoundedRepr
+from fastserial.reports import warn_unmet
 
 _SHOWN = 20  # mismatches that an error lists
 
@@ -91,21 +93,22 @@ def load_into(
         path: a zip, legacy or safetensors file.
         key: the part of the checkpoint to use, such as `model`; by default all of it.
         strict: every tensor of either side must have its partner.
-        verify: check the whole file first, in a separate pass, so that damage changes nothing; by
-            default as the option `verify_on_load`.
+        verify: check the whole file first, in a separate pass, so that damage changes nothing; an
+            error if it has no checksums. By default as the option `verify_on_load`, which only
+            warns of that.
         config: options; by default those in force.
 
     Returns:
         The keys without a partner.
 
     Raises:
+        ConfigError: `verify`, and the file has no checksums; nothing was changed.
         LoadMismatchError: keys, dtypes or shapes differ, two targets share a part of their memory,
             or a module's state is not in its memory; nothing was changed. A `RuntimeError`.
         CorruptCheckpointError: the file is damaged, or changed while it was read.
         OSError: it cannot be read.
     """
     config = config or current()
-    verify = config.verify_on_load if verify is None else verify
     began = perf_counter()
     state: Any = target
     if isinstance(target, torch.nn.Module):
@@ -113,7 +116,10 @@ def load_into(
         _refuse_copies(target, state)
     wanted = _tensors(state)
     with FastFileReader(path, config) as reader:
-        checked = verify and refuse_damaged(reader.name, reader.fd, config).fully_checked
+        unchecked: str | None = None
+        is_checked = config.verify_on_load if verify is None else bool(verify)
+        if is_checked:
+            unchecked = _unchecked(reader, config, bool(verify))
         with paused_collection() as pause:
             container = open_readable(DescriptorSource(reader.fd), reader.name)
             fills, left = _match(wanted, container, key, strict, type(target).__name__)
@@ -129,14 +135,31 @@ def load_into(
             container=container.format,
             seconds=perf_counter() - began,
             engine=reader.blocks.engine_name,
-            verified=checked,
-            fallback=reader.blocks.fallback,
+            verified=is_checked and unchecked is None,
+            fallback=unchecked or reader.blocks.fallback,
             transfer=reader.transfer,
         )
     for fill in fills:
         if not fill.target.is_inference():
             torch.autograd.graph.increment_version(fill.target)
     return left
+
+
+def _unchecked(reader: FastFileReader, config: Config, required: bool) -> str | None:
+    """Verify a file; return why not all of it has a checksum, or None.
+
+    Raises:
+        ConfigError: `required`, and not all has.
+        CorruptCheckpointError: it is damaged.
+    """
+    report = refuse_damaged(reader.name, reader.fd, config)
+    if report.fully_checked:
+        return None
+    why = "; ".join(report.notes) or report.status
+    if required:
+        raise unverified_error(reader.name, why)
+    warn_unmet("verify_on_load", why)
+    return f"not verified: {why}"
 
 
 # -- modules whose state is not in their memory --------------------------------------------------

@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from fastserial.config.performance import STREAM_CHUNK
 from fastserial.errors import (
@@ -138,6 +138,45 @@ class BytesSource:
         """
         _refuse_outside(offset, nbytes, len(self._data))
         return self._data[offset : offset + nbytes]
+
+
+class ObjectSource:
+    """A seekable file object, of which a reader moves the position."""
+
+    def __init__(self, file: BinaryIO, start: int) -> None:
+        """Read from a file object, which its owner closes.
+
+        Args:
+            start: offset of byte 0 in the file.
+
+        Raises:
+            OSError, ValueError: it cannot be moved.
+        """
+        self._file = file
+        self._start = start
+        self._size = file.seek(0, os.SEEK_END) - start
+
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
+        return self._size
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Return `nbytes` bytes from `offset` on.
+
+        Raises:
+            TruncatedCheckpointError: there are not as many.
+            OSError, ValueError: they cannot be read.
+        """
+        _refuse_outside(offset, nbytes, self._size)
+        self._file.seek(self._start + offset)
+        parts = []
+        while nbytes:
+            parts.append(self._file.read(nbytes))
+            if not parts[-1]:
+                raise TruncatedCheckpointError(f"the file ends before byte {self._size}: truncated")
+            nbytes -= len(parts[-1])
+        return b"".join(parts)
 
 
 def _refuse_outside(offset: int, nbytes: int, size: int) -> None:

@@ -26,7 +26,7 @@ import torch
 
 from fastserial.checkpoints.load import load
 from fastserial.checkpoints.save import write
-from fastserial.config import current
+from fastserial.config import current, options
 from fastserial.files.durable import make_folder
 from fastserial.files.nodes import is_node, open_node
 from fastserial.import_hook import when_imported
@@ -59,7 +59,8 @@ class FastCheckpointIO:
         """Make a plugin.
 
         Args:
-            verify: check every CRC-32 while a checkpoint is loaded; as `fastserial.load`.
+            verify: check every CRC-32 while a checkpoint is loaded, as the option
+                `verify_on_load` does.
         """
         self._verify = verify
         self._stock: Any = None
@@ -110,9 +111,9 @@ class FastCheckpointIO:
             return stock.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
         if not os.path.exists(local):
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
-        return load(
-            local, map_location=map_location, weights_only=weights_only, verify=self._verify
-        )
+        chosen = {} if self._verify is None else {"verify_on_load": self._verify}
+        with options(**chosen):
+            return load(local, map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Path) -> None:
         """Remove a checkpoint, a file or a folder, if it exists.

@@ -445,6 +445,7 @@ class FastZipReader:
         directory: Directory | None = None,
         prefetch: Prefetch | None = None,
         verify: bool = False,
+        mapped: torch.UntypedStorage | None = None,
     ) -> None:
         """Wrap `stock`, a PyTorchFileReader on the same file.
 
@@ -455,6 +456,7 @@ class FastZipReader:
             directory: the file's central directory; None: sizes come from torch's reader.
             prefetch: reads the storages ahead; None: torch reads them all.
             verify: also check the CRC-32 of what torch reads (needs the directory).
+            mapped: the whole file, of which torch takes parts; they are checked likewise.
         """
         self.stock = stock
         self.position: int | None = None  # where torch would have left the file (bytes)
@@ -465,6 +467,7 @@ class FastZipReader:
         self._has_directory = directory is not None
         self._prefetch = prefetch
         self._verify = verify
+        self._mapped = mapped
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("get_"):  # these may move the file
@@ -506,6 +509,31 @@ class FastZipReader:
             address = found._typed_storage()._untyped_storage.data_ptr()
             self._check(name, (ctypes.c_char * numel).from_address(address))
         return found
+
+    def get_record_offset(self, name: str) -> int:
+        """Return where a record's data begins (bytes); errors as of `get_record`."""
+        self.position = None
+        offset = int(self.stock.get_record_offset(name))
+        self._check_mapped(name, offset)
+        return offset
+
+    def get_record_offset_no_read(self, cursor: int, name: str, numel: int, alignment: int) -> int:
+        """Return the same, as torch computes it; errors as of `get_record`."""
+        self.position = None
+        offset = int(self.stock.get_record_offset_no_read(cursor, name, numel, alignment))
+        self._check_mapped(name, offset)
+        return offset
+
+    def _check_mapped(self, name: str, offset: int) -> None:
+        """Check a record that torch takes from the mapped file."""
+        record, mapped = self._records.get(name), self._mapped
+        if record is None or mapped is None:
+            return
+        if offset + record.size > mapped.nbytes():
+            raise self._damaged(name, "it ends behind the file")
+        if record.size:
+            data = (ctypes.c_char * record.size).from_address(mapped.data_ptr() + offset)
+            self._check(name, data)
 
     def _size(self, name: str) -> int | None:
         """Return a record's size, None if there is no such record, which torch will say."""

@@ -34,7 +34,7 @@ from fastserial.loading.pump import Block, Pump, ReadCounts, Target
 from fastserial.memory.buffers import Buffer, host_buffer, own_buffer
 from fastserial.memory.storages import HostMemory, is_on_host, memmove, synchronize
 from fastserial.progress import ProgressBar
-from fastserial.reports import HOST_ONLY, LoadReport, Transfer, publish_load
+from fastserial.reports import HOST_ONLY, LoadReport, Transfer, publish_load, warn_unmet
 
 if TYPE_CHECKING:
     import torch
@@ -622,6 +622,9 @@ def report_load(
 
     if transfer == HOST_ONLY:
         transfer = on_host(config)
+    fallback = rest.get("fallback")
+    if config.direct is True and not counts.direct and fallback is not None:
+        warn_unmet("direct=True", fallback)
     report = LoadReport(
         bytes=counts.direct + counts.cached,
         direct_bytes=counts.direct,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import os
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from io import BytesIO
 from time import perf_counter
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 
@@ -21,9 +24,10 @@ from fastserial.config.performance import (
     SMALL_DEVICE_LOAD,
     SMALL_LOAD,
 )
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import ConfigError, CorruptCheckpointError
 from fastserial.files.linux import cached_fraction
 from fastserial.files.sources import FileSource, file_source
+from fastserial.formats.source import DescriptorSource, ObjectSource, Source
 from fastserial.formats.zip_format import LOCAL_SIGNATURE
 from fastserial.interrupts import finish
 from fastserial.loading.prefetch import FastZipReader, Prefetch
@@ -32,7 +36,7 @@ from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.memory.devices import has_streams
 from fastserial.memory.held_settings import paused_collection
 from fastserial.reasons import Reason
-from fastserial.reports import HOST_ONLY
+from fastserial.reports import HOST_ONLY, warn_unmet
 
 
 class _Open(threading.local):
@@ -46,6 +50,34 @@ class _Open(threading.local):
 
 
 _open = _Open()
+
+
+class VerifyRequest:
+    """A call that has to compare checksums.
+
+    Attributes:
+        is_met: its load compared them.
+    """
+
+    is_met = False
+
+
+_request: contextvars.ContextVar[VerifyRequest | None] = contextvars.ContextVar(
+    "fastserial_verify_request", default=None
+)
+
+
+@contextlib.contextmanager
+def verify_request() -> Iterator[VerifyRequest]:
+    """Make the next load of this thread an error if it cannot compare checksums."""
+    request = VerifyRequest()
+    token = _request.set(request)
+    try:
+        yield request
+    finally:
+        _request.reset(token)
+
+
 _LEGACY = Reason("the legacy container", "save it again in torch's zip format")
 NO_PLAIN_FILE = Reason(
     "not a plain file on a file system", "load from a path, or a plain file object"
@@ -61,7 +93,11 @@ class LoadSession:
         self.began = perf_counter()
         self.file: BinaryIO | None = None
         self.source: FileSource | None = None
-        self.head: bytes | None = None  # of another file than a plain one
+        self.head: bytes | None = None  # of another file than a plain one, at its `start`
+        self.start = 0
+        self.request: VerifyRequest | None = None
+        self.is_nested = False
+        self.unverified: str | None = None  # why it is not `verified`
         self.used = False  # `_load` has asked for it
         self.container = "zip"
         self.fallback: str | None = None
@@ -88,9 +124,11 @@ class LoadSession:
             # our objects would bring the next garbage collection nearer, which may take as long
             self.pause.begin()
         if self.source is None:  # what torch does next, with the same errors
-            start = file.tell()
+            self.start = file.tell()
             self.head = file.read(len(LOCAL_SIGNATURE))
-            file.seek(start)
+            file.seek(self.start)
+        self.is_nested = any(load() is not None for load in _open.loads)
+        self.request = None if self.is_nested else _request.get()
         _open.loads.append(weakref.ref(self))
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -98,6 +136,8 @@ class LoadSession:
         try:
             finish(self._release)
             if kind is None and (self.used or self._is_legacy()):
+                if self.config.verify_on_load:
+                    self._judge()
                 self._check_and_publish()
         finally:
             self.opener.__exit__(kind, error, traceback)
@@ -116,6 +156,27 @@ class LoadSession:
             except OSError:  # the program has closed it
                 return False
         return head != LOCAL_SIGNATURE
+
+    def _judge(self) -> None:
+        """Say whether the checksums were compared, as the program wishes.
+
+        Raises:
+            ConfigError: they were not, and this call asked for it.
+        """
+        if self.verified:
+            if self.request is not None:
+                self.request.is_met = True
+            return
+        if self.is_nested and isinstance(self.file, BytesIO):
+            return  # unpickled from a record, which has a checksum
+        why = self.unverified or self.fallback or "fastserial did not read it"
+        if self.container == "legacy":
+            why = "legacy files have no checksums"
+        if self.request is not None:
+            raise unverified_error(self.name, why)
+        warn_unmet("verify_on_load", why)
+        text = f"not verified: {why}"
+        self.fallback = text if self.fallback in (None, why) else f"{self.fallback}; {text}"
 
     def _release(self) -> None:
         self.pause.end()
@@ -147,7 +208,7 @@ class LoadSession:
         report_load(
             counts,
             self.config,
-            path=self.source.name if self.source is not None else repr(self.file),
+            path=self.name,
             container=self.container,
             seconds=perf_counter() - self.began,
             engine=blocks.engine_name if blocks is not None and read else "torch",
@@ -157,10 +218,26 @@ class LoadSession:
             transfer=self.reader.transfer if self.reader is not None else HOST_ONLY,
         )
 
+    @property
+    def name(self) -> str:
+        """The file's path, or what the file object calls itself."""
+        return self.source.name if self.source is not None else repr(self.file)
+
+    def bytes(self) -> Source:
+        """Return the bytes that torch reads, to read them at any place."""
+        if self.source is not None:
+            return DescriptorSource(self.source.fd, self.source.start)
+        return ObjectSource(cast("BinaryIO", self.file), self.start)
+
     def open_reader(self, source: FileSource) -> FastFileReader:
         """Open the file for reads ahead of torch's."""
         self.reader = FastFileReader(source.fd, self.config, name=source.name)
         return self.reader
+
+
+def unverified_error(name: object, why: str) -> ConfigError:
+    """Return the error of a call that asks for checksums that were not compared."""
+    return ConfigError(f"{name}: its checksums were not compared: {why}. Load it with verify=False")
 
 
 def current_session() -> LoadSession | None:

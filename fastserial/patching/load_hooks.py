@@ -22,9 +22,10 @@ import torch
 from fastserial.config.performance import FEW_BYTES
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.files.sources import FileSource
-from fastserial.formats.source import DescriptorSource
+from fastserial.formats.source import DescriptorSource, Source
 from fastserial.formats.zip_format import (
     MOST_INFLATED,
+    Directory,
     RecordEntry,
     all_checksums,
     read_places,
@@ -70,8 +71,10 @@ def zip_reader(stock: Any, map_location: Any, overall_storage: Any) -> Any:
         load.fallback = _torchs_own(map_location, overall_storage)
         if load.fallback is None:
             reader = _fast_reader(load, stock, map_location)
+        if load.config.verify_on_load and reader is stock:
+            reader = _checking_reader(load, stock, overall_storage)
     except CorruptCheckpointError as error:
-        error.path = error.path or (load.source.name if load.source is not None else None)
+        error.path = error.path or load.name
         raise
     except Exception as error:  # a load that torch can do must not fail here
         if raised_by_handler(error):
@@ -120,18 +123,10 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
         load.fallback = Reason("many small records", QUICKER)
         load.pause.begin()  # many objects, few bytes, a short load
         return FastZipReader(stock, source.name, limit)
-    verify = config.verify_on_load
-    directory = None
-    try:
-        directory = read_places(DescriptorSource(source.fd, size=source.size))
-    except CheckpointFileError as error:  # torch's reader may be less strict
-        if verify and isinstance(error, CorruptCheckpointError):
-            raise
-        load.fallback = str(error)
-    if directory is not None and count != directory.end.records:
-        directory, load.fallback = None, "torch sees other records"
+    directory = _known_records(load, DescriptorSource(source.fd, size=source.size), count)
     if directory is None:
         return FastZipReader(stock, source.name, limit) if sized else stock
+    verify = config.verify_on_load
     records = storage_records(directory)
     device = None
     if records and config.transfer != "cpu":
@@ -140,10 +135,53 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
         load.fallback = Reason("a small file" if records else "no storages", QUICKER)
     else:
         _read_ahead(load, source, records, device)
-    load.verified = verify and all_checksums(directory)
+    _note_checksums(load, directory)
     load.archive = FastZipReader(stock, source.name, limit, directory, load.prefetch, verify)
     load.phases["directory"] = perf_counter() - began
     return load.archive
+
+
+def _known_records(load: LoadSession, source: Source, count: int) -> Directory | None:
+    """Return an archive's directory; None: torch has to read the archive, as the load notes.
+
+    Args:
+        count: how many records torch sees.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, and is to be verified.
+    """
+    try:
+        directory = read_places(source)
+    except CheckpointFileError as error:  # torch's reader may be less strict
+        if load.config.verify_on_load and isinstance(error, CorruptCheckpointError):
+            raise
+        load.unverified = str(error)
+    else:
+        if directory.end.records == count:
+            return directory
+        load.unverified = "torch sees other records"
+    load.fallback = load.fallback or load.unverified
+    return None
+
+
+def _note_checksums(load: LoadSession, directory: Directory) -> None:
+    """Note whether a load compares the checksums of all that it reads."""
+    if all_checksums(directory):
+        load.verified = load.config.verify_on_load
+    else:
+        load.unverified = "records were saved without checksums"
+
+
+def _checking_reader(load: LoadSession, stock: Any, overall_storage: Any) -> Any:
+    """Return a reader that compares the checksums of what torch reads, or maps."""
+    count = len(stock.get_all_records())
+    source = load.bytes()
+    directory = _known_records(load, source, count)
+    if directory is None:
+        return stock
+    _note_checksums(load, directory)
+    limit = source.size * MOST_INFLATED
+    return FastZipReader(stock, load.name, limit, directory, verify=True, mapped=overall_storage)
 
 
 def _read_ahead(

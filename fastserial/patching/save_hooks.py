@@ -26,7 +26,7 @@ from fastserial.memory.storages import device_types
 from fastserial.patching import load_hooks
 from fastserial.patching.self_check import self_check
 from fastserial.reasons import ASKED, Reason
-from fastserial.reports import SAVES
+from fastserial.reports import SAVES, warn_unmet
 from fastserial.saving.archive import ZipArchive, storage_alignment
 from fastserial.saving.writer import FastFileWriter, needs_name
 
@@ -207,6 +207,8 @@ def _count(found: StockWay, target: Any) -> None:
     """Count a save that torch does itself, with the reason."""
     _log.debug("torch writes %r itself: %s", target, found.reason)
     SAVES.add_torchs(found.reason)
+    if current().direct is True:
+        warn_unmet("direct=True", f"torch writes the file: {found.reason}")
 
 
 def _all_have_bytes(storages: Sequence[torch.UntypedStorage]) -> bool:

@@ -496,7 +496,7 @@ class FastFileWriter:
             transfer_why=outcome.transfer.why,
             snapshot=None if self.snapshot is None else self.snapshot(),
         )
-        publish_save(self._report, config.on_report)
+        publish_save(self._report, config.on_report, direct=config.direct)
 
 
 def _error_torch_handles() -> BaseException | None:

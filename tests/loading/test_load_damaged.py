@@ -19,7 +19,12 @@ from support.identity import digest, fast, saved, stock, stock_bytes
 from support.loading import FORCED, Outcome, attempt, both, last_report
 
 import fastserial
-from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
+from fastserial import reports
+from fastserial.errors import (
+    CorruptCheckpointError,
+    EngineUnavailableError,
+    UnmetOptionWarning,
+)
 from fastserial.formats.source import BytesSource
 from fastserial.formats.zip_format import read_directory
 from fastserial.loading import prefetch
@@ -112,7 +117,8 @@ def test_every_record_is_verified(tmp_path: Path) -> None:
                 assert name in str(caught.value)
 
 
-def test_undamaged_is_verified(tmp_path: Path) -> None:
+def test_undamaged_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "_unmet", set())
     path = tmp_path / "f.pt"
     path.write_bytes(checkpoint())
     with fast(verify_on_load=True):
@@ -125,7 +131,7 @@ def test_undamaged_is_verified(tmp_path: Path) -> None:
     assert report.fallback
     with stock(), without_crc():
         torch.save([noise(9000)], path)
-    with fast(**VERIFIED):
+    with fast(**VERIFIED), pytest.warns(UnmetOptionWarning, match="without checksums"):
         torch.load(path)
     assert not last_report().verified
 

@@ -152,5 +152,5 @@ def _write(saving: SaveTask, taken: Snapshot, then: Callable[[], object] | None)
     if then is not None:
         then()
     report = replace(report, snapshot=taken.report())
-    publish_save(report, saving.config.on_report)
+    publish_save(report, saving.config.on_report, direct=saving.config.direct)
     return report

@@ -157,7 +157,7 @@ def save_folder(
         ranks=_summed([one.ranks for one in reports]),
         seconds=perf_counter() - began,
     )
-    publish_save(report, config.on_report)
+    publish_save(report, config.on_report, direct=config.direct)
     return report
 
 

@@ -187,7 +187,7 @@ def save_file(
         if saving is not None:
             saving.give_up()
         raise
-    publish_save(report, saving.config.on_report)
+    publish_save(report, saving.config.on_report, direct=saving.config.direct)
     return report
 
 
