@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 from isal.isal_zlib import crc32, crc32_combine
 
 from fastserial.errors import CorruptCheckpointError, TransferAbandonedError
+from fastserial.interrupts import Locked
 
 __all__ = ["CrcLedger", "PartialCrc", "check_crc", "crc32", "crc_mismatch", "joined_crc"]
 
@@ -101,7 +102,7 @@ class CrcLedger:
         if length == size:
             self.add_many(record, (crc,))
             return
-        with self._lock:
+        with Locked(self._lock):
             pieces = self._pieces.setdefault(record, [])
             pieces.append(PartialCrc(record, start, length, crc))
             self._arrived[record] = self._arrived.get(record, 0) + length
@@ -117,14 +118,14 @@ class CrcLedger:
     def add_many(self, first: int, crcs: Sequence[int]) -> None:
         """Enter the CRCs of whole records, from record `first` on; again does no harm."""
         stop = first + len(crcs)
-        with self._lock:
+        with Locked(self._lock):
             self._missing -= self._crcs[first:stop].count(None)
             self._crcs[first:stop] = crcs
             self._changed.notify_all()
 
     def pieces(self) -> list[PartialCrc]:
         """Return what is known so far, to be entered in the ledger of another writer."""
-        with self._lock:
+        with Locked(self._lock):
             found = [piece for pieces in self._pieces.values() for piece in pieces]
             columns = enumerate(zip(self._crcs, self._sizes, strict=True))
             whole = [
@@ -144,7 +145,7 @@ class CrcLedger:
         """Return a record's CRC, waiting for pieces that other threads are copying."""
         crc = self._crcs[record]
         if crc is None:
-            with self._lock:
+            with Locked(self._lock):
                 self._changed.wait_for(lambda: self._crcs[record] is not None or self._failed)
             crc = self._crcs[record]
             if crc is None:
@@ -153,7 +154,7 @@ class CrcLedger:
 
     def wait_all(self) -> Sequence[int]:
         """Return the CRCs of all records, waiting for them."""
-        with self._lock:
+        with Locked(self._lock):
             self._changed.wait_for(lambda: not self._missing or self._failed)
             if self._missing:
                 raise self._cause or TransferAbandonedError("it failed in another thread")
@@ -161,7 +162,7 @@ class CrcLedger:
 
     def fail(self, cause: BaseException | None = None) -> None:
         """Wake all waiting threads: what they wait for will not come. They raise the cause."""
-        with self._lock:
+        with Locked(self._lock):
             self._failed = True
             self._cause = self._cause or cause
             self._changed.notify_all()

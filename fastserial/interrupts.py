@@ -1,16 +1,37 @@
-"""Descriptors, threads and clean-up that survive exceptions of signal handlers.
+"""What makes saves and loads safe where signal handlers raise: in any line, any exception.
 
 A signal handler runs in the main thread after any call, and may raise there. So
 
 - a resource is acquired and recorded in one call (of C: no handler runs inside), and released so;
 - it belongs to an object that releases it when no reference to it is left, in C as well, should the
   clean-up be skipped;
-- clean-up continues where it was interrupted, and the interrupt is raised when all is done;
+- clean-up continues where it was interrupted, and the first error is raised when all is done;
+- an error is handled only if no handler raised it: `except ours(OSError)`, `suppress(OSError)`;
 - work on other threads cannot be interrupted.
+
+All of the package relies on the following of CPython; `tests/test_interrupts.py` checks it on the
+Python that runs the tests.
+
+1. Handlers run in the main thread only, and only where the interpreter looks for signals: where a
+   function begins (`RESUME`), in a loop's jump back (`JUMP_BACKWARD`; `JUMP_ABSOLUTE` up to 3.10),
+   after a call (`CALL` and its kin), and in calls of C that wait.
+2. A call of C that only calls C (`list.extend(map(os.open, ...))`, `deque(map(os.close, ...))`)
+   is one step: a handler runs before or after it. Its result may be lost after it, before it is
+   stored in a variable: what it acquired has to be recorded inside.
+3. Between the last instruction of a `try` or `with` block and the first call of its `finally`, its
+   `except` or its `__exit__`, there is no look for signals; if that call is one of C, it happens.
+4. Between the `__enter__` of a `with` statement and its block there is one since 3.14, where
+   `__enter__` is called by `CALL`: `__exit__` is then not called. So `with lock:` may leave a lock
+   of `threading` locked. `Locked` does not.
+5. A deallocated object runs no handler if its `__del__` is a property whose value is a function of
+   C: there is no function of Python's in it.
+6. Python calls a handler with the frame that it interrupts as an argument. No other function is
+   called with a frame while the package works, so a traceback shows who raised (`is_foreign`).
 
 Rejected: to do all work of a save on another thread, which no handler interrupts. Small saves would
 take longer, file objects belong to the caller's thread, a caller that was interrupted may hold a
-lock that the work needs, and a process may be unable to start a thread.
+lock that the work needs, and a process may be unable to start a thread. Rejected, too: to catch
+errors only around the system calls themselves. A handler runs in these, as well.
 """
 
 from __future__ import annotations
@@ -18,6 +39,8 @@ from __future__ import annotations
 import _thread
 import contextlib
 import errno
+import inspect
+import io
 import operator
 import os
 import signal
@@ -26,8 +49,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from itertools import repeat
+from itertools import compress, repeat
 from traceback import walk_tb
+from types import FrameType, TracebackType
+from typing import TypeVar
 
 from fastserial.errors import FastserialError
 
@@ -60,18 +85,155 @@ def finish(*steps: Callable[[], object]) -> None:
         first = None  # or it would keep this frame, and this frame it
 
 
-def raised_by_handler(error: BaseException) -> bool:
-    """Return whether a signal handler raised an error.
+def finish_after(error: BaseException | None, *steps: Callable[[], object]) -> None:
+    """Complete all steps of a clean-up after an error, which the caller raises then.
 
-    Its traceback has a frame of a handler; or it is an `OSError` that is neither ours nor a system
-    call's, which sets `errno`: `raise TimeoutError` does not.
+        except BaseException as error:
+            finish_after(error, self.close)
+            raise
+
+    The first error of the steps becomes its context.
+
+    Args:
+        error: what happened before; None: nothing.
+        steps: as for `finish`.
+
+    Raises:
+        BaseException: an error of a step, if none came before; or a step was interrupted (by
+            Ctrl-C), and the error before is no interrupt.
     """
-    handlers = {getattr(signal.getsignal(one), "__code__", None) for one in signal.valid_signals()}
-    if any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__)):
-        return True
-    if not isinstance(error, OSError) or isinstance(error, FastserialError):
+    try:
+        finish(*steps)
+    except BaseException as another:
+        if error is None or (isinstance(error, Exception) and not isinstance(another, Exception)):
+            raise
+        if another is not error:
+            _chain(error, another)
+    finally:
+        error = None  # or it would keep this frame, and this frame it
+
+
+def _chain(error: BaseException, another: BaseException) -> None:
+    """Put an error, and what it was raised in, before the context of the first one."""
+    last = another
+    while last.__context__ is not None and last.__context__ is not error:
+        last = last.__context__
+    last.__context__ = error.__context__
+    error.__context__ = another
+
+
+class cleanup:
+    """Completes steps when a block is left, as `finish_after` the error of the block.
+
+    with cleanup(source.close):
+        ...
+    """
+
+    def __init__(self, *steps: Callable[[], object]) -> None:
+        self._steps = steps
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        finish_after(error, *self._steps)
+
+
+# -- whose error it is ---------------------------------------------------------------------------
+
+_PACKAGE = __name__.partition(".")[0]
+_Error = TypeVar("_Error", bound=BaseException)
+
+
+def is_foreign(error: BaseException) -> bool:
+    """Return whether a signal handler raised an error, or another thread did so in this one.
+
+    Its traceback has the frame of a handler; or it is an `OSError` without arguments from a line of
+    ours: no function of C raises such a one.
+    """
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    if len(frames) > 1:  # else a function of C raised it
+        handlers = _handlers()
+        if any(frame.f_code in handlers or _has_frame(frame) for frame in frames[1:]):
+            return True
+    if not isinstance(error, OSError) or isinstance(error, FastserialError) or not frames:
         return False
-    return error.errno is None
+    name = str(frames[-1].f_globals.get("__name__"))
+    return not error.args and name.partition(".")[0] == _PACKAGE
+
+
+def _handlers() -> set[object]:
+    """Return the code of the handlers that are functions."""
+    return {getattr(signal.getsignal(one), "__code__", None) for one in signal.valid_signals()}
+
+
+def _has_frame(frame: FrameType) -> bool:
+    """Return whether a function was called with a frame."""
+    code, known = frame.f_code, frame.f_locals
+    count = code.co_argcount + code.co_kwonlyargcount
+    if code.co_flags & inspect.CO_VARARGS:
+        count += 1
+    for name in code.co_varnames[:count]:
+        value = known.get(name)
+        values = value if type(value) is tuple else (value,)
+        if any(type(one) is FrameType for one in values):
+            return True
+    return False
+
+
+def ours(*kinds: type[_Error]) -> tuple[type[_Error], ...]:
+    """Return the classes for an `except` clause, none if a signal handler raised the error.
+
+    try:
+        os.unlink(name)
+    except ours(OSError) as error:
+        ...
+    """
+    error = sys.exc_info()[1]  # which the clause is asked for
+    return () if error is not None and is_foreign(error) else kinds
+
+
+class suppress(contextlib.suppress):
+    """As `contextlib.suppress`; errors of signal handlers are raised."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if error is not None and is_foreign(error):
+            return False
+        return bool(super().__exit__(kind, error, trace))
+
+
+# -- locks, descriptors, threads -----------------------------------------------------------------
+
+_acquire = operator.methodcaller("acquire")
+_release = operator.methodcaller("release")
+
+
+class Locked(io.IOBase):
+    """Holds a lock in a `with` block, which no signal handler can leave locked.
+
+        with Locked(self._lock):
+            ...
+
+    To acquire and to record it is one call of C, and so is the release, at the end of the block or
+    when no reference to this is left. `io.IOBase` is a class of C whose `__exit__` and finalizer
+    call `close`.
+    """
+
+    __slots__ = ("_free", "_take")
+
+    def __init__(self, lock: object) -> None:
+        held: list[object] = [None]
+        once = (lock,)
+        self._take: Callable[[], object] = partial(held.extend, compress(once, map(_acquire, once)))
+        self._free: Callable[[], object] = partial(next, map(_release, iter(held.pop, None)), None)
+
+    __enter__ = property(operator.attrgetter("_take"))
+    close = property(operator.attrgetter("_free"))
 
 
 class Descriptors:
@@ -110,7 +272,7 @@ class Descriptors:
         flags |= os.O_CLOEXEC
         try:
             self._fds.extend(map(call, (path,), (flags | OWN,), (mode,)))
-        except OSError as error:
+        except ours(OSError) as error:
             if error.errno != errno.EINVAL:
                 raise
             # a FUSE file system may refuse flags that it does not know
@@ -146,7 +308,7 @@ class Descriptors:
         while (count := len(self._fds) - 1 - but) > 0:
             try:
                 deque(map(os.close, map(self._fds.pop, repeat(-1, count))), 0)
-            except OSError:  # it is closed all the same
+            except ours(OSError):  # it is closed all the same
                 continue
 
     def close_newest(self) -> None:
@@ -184,7 +346,7 @@ class Background:
         thread = map(_thread.start_new_thread, (_run,), ((end, run, arguments),))
         try:
             self._started.extend(zip(thread, (end,), strict=False))
-        except RuntimeError:  # a limit on threads, or the interpreter is shutting down
+        except ours(RuntimeError):  # a limit on threads, or the interpreter is shutting down
             return False
         return True
 
@@ -195,9 +357,9 @@ class Background:
         for thread in tuple(self._started):
             if thread[0] == _thread.get_ident():
                 continue
-            with thread[1]:
+            with Locked(thread[1]):
                 pass
-            with contextlib.suppress(ValueError):
+            with suppress(ValueError):
                 self._started.remove(thread)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fastserial.interrupts import ours
+
 Path = tuple[Any, ...]  # keys, from the outermost container's inwards
 PLAIN_VALUES = frozenset({type(None), bool, int, float, complex, str, bytes})
 _PLAIN_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, tuple})
@@ -59,7 +61,7 @@ def _holds_leaves(value: Any) -> bool:
         return False
     try:
         return any(holds(item) for _, item in items_of(value))
-    except Exception:  # such as an entry that cannot be resolved; torch pickles it as it is
+    except ours(Exception):  # such as an entry that cannot be resolved; torch pickles it as it is
         return False
 
 

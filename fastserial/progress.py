@@ -8,6 +8,7 @@ import sys
 import threading
 from time import monotonic
 
+from fastserial.interrupts import Locked, ours
 from fastserial.printable import printable
 
 _MIB = 1 << 20
@@ -47,14 +48,14 @@ class ProgressBar:
         """Count bytes that are done."""
         if self._name is None:
             return
-        with self._lock:
+        with Locked(self._lock):
             self._done += nbytes
             if monotonic() - self._shown >= _SECONDS:
                 self._show()
 
     def close(self) -> None:
         """Leave the line as it stands."""
-        with self._lock:
+        with Locked(self._lock):
             self._show("\n")
             self._name = None
 
@@ -68,6 +69,6 @@ class ProgressBar:
         speed = self._done / _MIB / max(self._shown - self._began, 1e-3)
         try:
             show_line(f"{name}  {self._done / _MIB:.1f}{total} MiB  {speed:.0f} MiB/s", end)
-        except Exception as error:
+        except ours(Exception) as error:
             self._name = None
             _log.warning("the progress cannot be shown: %r", error)

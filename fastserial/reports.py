@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from fastserial.errors import UnmetOptionWarning
+from fastserial.interrupts import Locked, ours
 from fastserial.printable import printable
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -122,7 +123,7 @@ def _notify(report: _AnyReport, take: Callable[[_AnyReport], object] | None, nam
     if take is not None:
         try:
             take(report)
-        except Exception:  # the bytes are safe: this must not look like a failed save or load
+        except ours(Exception):  # the bytes are safe: this must not look like a failed save or load
             _log.exception("%s failed for %r", name, report.path)
 
 
@@ -356,7 +357,7 @@ class Counts:
 
     def add(self, nbytes: int, seconds: float, reason: str | None) -> None:
         """Count one that fastserial did; `reason`: why it was not the fastest, or None."""
-        with self._lock:
+        with Locked(self._lock):
             self.count += 1
             self.nbytes += nbytes
             self.seconds += seconds
@@ -365,7 +366,7 @@ class Counts:
 
     def add_torchs(self, reason: str | None) -> None:
         """Count one that torch did."""
-        with self._lock:
+        with Locked(self._lock):
             self.count += 1
             self.by_torch += 1
             _count(self.reasons, reason)

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import ast
+import errno
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
 from support.processes import run
 
-from fastserial.interrupts import finish
+import fastserial
+from fastserial.errors import StorageChangedError
+from fastserial.interrupts import (
+    cleanup,
+    finish,
+    finish_after,
+    is_foreign,
+    ours,
+    suppress,
+)
 
 
 @pytest.mark.parametrize("what", ["save", "load", "half"])
@@ -43,3 +59,132 @@ def test_clean_up_goes_on_where_it_was_interrupted() -> None:
     with pytest.raises(KeyboardInterrupt, match="first"):
         finish(step, step, lambda: done.append(2))
     assert done == [1, 1, 2]
+
+
+# -- errors that are not ours --------------------------------------------------------------------
+
+
+def alarmed(error: BaseException, handler: Callable[[object], object] | None = None) -> None:
+    """Run a handler that raises an error, at the end of this call."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGUSR1, handler or leave)  # type: ignore[arg-type]
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        list(map(str, range(10)))
+    finally:
+        signal.signal(signal.SIGUSR1, before)  # it is not known any more when the error is caught
+
+
+class Alarm:
+    """A handler that is an object."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __call__(self, *_: object) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("kind", ["function", "object", "partial"])
+@pytest.mark.parametrize("error", [TimeoutError(), OSError(errno.EIO, "?"), ValueError(1)])
+def test_a_handlers_error_passes(error: Exception, kind: str) -> None:
+    def leave(what: Exception, *_: object) -> None:
+        raise what
+
+    handlers = {"function": None, "object": Alarm(error), "partial": partial(leave, error)}
+    with pytest.raises(type(error)) as caught:
+        try:
+            alarmed(error, handlers[kind])
+        except ours(OSError, ValueError):
+            pytest.fail("it was taken for one of a call")
+    assert caught.value is error
+    assert is_foreign(error)
+    with pytest.raises(type(error)), suppress(Exception):
+        alarmed(error, handlers[kind])
+
+
+def test_a_calls_error_does_not() -> None:
+    with suppress(FileNotFoundError):
+        os.stat("/nowhere")
+    with pytest.raises(FileNotFoundError):
+        try:
+            os.stat("/nowhere")
+        except ours(FileExistsError):
+            pass
+    with pytest.raises(OSError, match="nowhere") as caught:
+        os.makedirs("/proc/nowhere/else")  # by functions of Python's
+    assert not is_foreign(caught.value)
+
+
+ROOMS = Path(fastserial.__file__).parent
+# Where no program runs with its handlers, and what only warns.
+ELSEWHERE = {"bench", "cli", "diagnosis", "config", "startup.py", "interrupts.py"}
+PATCHING = {"install.py", "maintain.py", "patches.py", "aio_op.py"}
+# What no handler raises, or is raised and caught in a few lines.
+PRIVATE = {"ImportError", "ModuleNotFoundError", "AttributeError", "TypeError", "CannotReplace",
+           "StopIteration", "queue.Empty", "_OnlyForTorchError", "UnicodeEncodeError",
+           "BaseException"}  # fmt: skip
+
+
+def clauses(tree: ast.AST) -> Iterator[ast.ExceptHandler]:
+    """Yield the clauses that may end an error, and name it themselves."""
+    for clause in ast.walk(tree):
+        if isinstance(clause, ast.ExceptHandler) and clause.type is not None:
+            inside = [node for line in clause.body for node in ast.walk(line)]
+            leaves = any(isinstance(node, ast.Return | ast.Continue) for node in inside)
+            last = clause.body[-1]
+            if leaves or not isinstance(last, ast.Raise) or last.exc is not None:
+                yield clause
+
+
+def test_every_clause_asks_whose_error_it_is() -> None:
+    wrong, seen = [], 0
+    for path in ROOMS.rglob("*.py"):
+        if path.relative_to(ROOMS).parts[0] in ELSEWHERE or path.name in PATCHING:
+            continue
+        for clause in clauses(ast.parse(path.read_text())):
+            named = ast.unparse(clause.type) if clause.type is not None else ""
+            seen += named.startswith("ours(")
+            if not named.startswith("ours(") and not set(named.strip("()").split(", ")) <= PRIVATE:
+                wrong.append(f"{path.relative_to(ROOMS)}:{clause.lineno} except {named}")
+    assert wrong == []
+    assert seen > 100
+
+
+# -- the first error -----------------------------------------------------------------------------
+
+
+def test_an_error_of_the_clean_up_is_the_context_of_the_first() -> None:
+    first, second = StorageChangedError(), OSError(errno.EIO, "a late one")
+
+    def fail() -> None:
+        raise second
+
+    with pytest.raises(StorageChangedError) as caught, cleanup(fail):
+        try:
+            raise KeyError
+        except KeyError as cause:
+            raise first from cause
+    assert caught.value is first
+    assert first.__context__ is second
+    assert isinstance(second.__context__, KeyError)
+    with pytest.raises(OSError, match="a late one"), cleanup(fail):
+        pass
+
+
+def test_an_interrupt_of_the_clean_up_is_not_lost() -> None:
+    interrupts = [KeyboardInterrupt()]
+
+    def step() -> None:
+        if interrupts:
+            raise interrupts.pop()
+
+    with pytest.raises(KeyboardInterrupt):
+        finish_after(ValueError(), step)
+    other = SystemExit()
+    interrupts.append(KeyboardInterrupt())
+    finish_after(other, step)  # the caller raises it
+    assert isinstance(other.__context__, KeyboardInterrupt)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from fastserial.files.remote import RemoteSource, is_url
 from fastserial.formats.safetensors import TYPE_NAMES
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.tensors import TensorEntry
+from fastserial.interrupts import suppress
 from fastserial.loading.reader import OccasionalReader, ReadExtent, fill_each
 from fastserial.reports import warn_unmet
 
@@ -215,7 +215,7 @@ def _plain(part: Any) -> Any:
     if part is None or part is Ellipsis or isinstance(part, slice):
         return part
     if not isinstance(part, bool | torch.Tensor):
-        with contextlib.suppress(TypeError):
+        with suppress(TypeError):
             return operator.index(part)
     raise TypeError(
         f"a slice of a checkpoint is indexed with integers, slices, ... and None, "

@@ -16,6 +16,7 @@ from fastserial.config import current, options
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.files.remote import ReadAhead, RemoteSource, is_url
 from fastserial.files.sources import stamp
+from fastserial.interrupts import ours
 from fastserial.loading.session import unverified_error, verify_request
 from fastserial.patching.install import installed, patched
 from fastserial.reports import warn_unmet
@@ -83,7 +84,7 @@ def _remote(url: str, *args: Any, **kwargs: Any) -> Any:
     try:
         with io.BufferedReader(ahead) as file:
             found = torch.load(file, *args, **kwargs)
-    except Exception:
+    except ours(Exception):
         if ahead.failed is None:
             source.check_unchanged()
             raise

@@ -30,6 +30,7 @@ from fastserial.errors import LoadMismatchError, UnreadableTensorError
 from fastserial.formats.container import Container
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.tensors import TensorEntry
+from fastserial.interrupts import ours
 from fastserial.loading.reader import FastFileReader, ReadExtent, report_load
 from fastserial.loading.session import unverified_error
 from fastserial.memory.held_settings import paused_collection
@@ -191,7 +192,7 @@ def _spot(tensor: torch.Tensor) -> tuple[torch.device, int] | None:
     """Return device and address of a tensor's storage, None if it has no memory."""
     try:
         address = tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
+    except ours(NotImplementedError, RuntimeError):
         return None
     return (tensor.device, address) if address else None
 
@@ -246,7 +247,7 @@ def _match(
             continue
         try:
             stored = index.tensor(start + key)
-        except UnreadableTensorError as error:
+        except ours(UnreadableTensorError) as error:
             wrong.append(str(error))
             continue
         objection = _objection(target, stored)

@@ -42,7 +42,7 @@ from fastserial.formats.outline import bounded_pickle
 from fastserial.formats.safetensors import ONE_FILE
 from fastserial.formats.source import DescriptorSource, naming
 from fastserial.formats.zip_format import PICKLE, RecordEntry
-from fastserial.interrupts import Descriptors
+from fastserial.interrupts import Descriptors, finish_after, ours, suppress
 from fastserial.loading.unpickler import unpickler_module
 from fastserial.memory.storages import Memory, new_storage
 from fastserial.patching.install import get_original
@@ -158,7 +158,7 @@ def _map_zip(fd: int, path: str, container: ZipContainer, whole: torch.UntypedSt
 def _know_dtensors(pickled: bytes) -> None:
     """Import what a pickle of DTensors needs: only then does `weights_only` allow them."""
     if _DTENSORS in pickled:
-        with contextlib.suppress(ImportError):  # of a torch without torch.distributed
+        with suppress(ImportError):  # of a torch without torch.distributed
             importlib.import_module(_DTENSORS.decode())
 
 
@@ -178,14 +178,14 @@ def _unpickling(path: str) -> Iterator[None]:
     """Explain why torch refuses a pickle."""
     try:
         yield
-    except pickle.UnpicklingError as error:
+    except ours(pickle.UnpicklingError) as error:
         raise ConvertError(
             f"{path}: weights_only does not allow it: if you trust the file, load it with "
             f"torch.load(..., weights_only=False) and save it again ({error})"
         ) from error
     except (FastserialError, OSError, MemoryError):
         raise
-    except Exception as error:  # what torch raises for a damaged or hostile pickle
+    except ours(Exception) as error:  # what torch raises for a damaged or hostile pickle
         what = str(error).partition("\n")[0]
         raise ConvertError(
             f"{path}: torch cannot rebuild its contents: {type(error).__name__}: {what}"
@@ -220,7 +220,7 @@ def _map_safetensors(
         storage = slices[start : start + entry.nbytes]
         try:
             tensors[entry.key] = empty.set_(storage, 0, entry.shape, entry.stride)
-        except (RuntimeError, TypeError) as error:  # sizes or strides beyond 64 bits
+        except ours(RuntimeError, TypeError) as error:  # sizes or strides beyond 64 bits
             raise ConvertError(
                 f"entry {entry.key!r}: torch can make no tensor of its shape"
             ) from error
@@ -341,8 +341,8 @@ def open_source(name: str, verify: bool) -> MappedSource:
             whole = os.path.join(name, ONE_FILE)
             mapped = source.add(whole if os.path.exists(whole) else name)
             source.container, source.value = mapped.container, mapped.value
-    except BaseException:
-        source.close()
+    except BaseException as error:
+        finish_after(error, source.close)
         raise
     return source
 

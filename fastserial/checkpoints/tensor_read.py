@@ -23,6 +23,7 @@ from fastserial.formats.container import Container, ZipContainer, open_container
 from fastserial.formats.source import Source, naming
 from fastserial.formats.tensors import TensorEntry, reach
 from fastserial.formats.zip_format import PICKLE
+from fastserial.interrupts import ours
 from fastserial.loading.reader import DeviceSink, HostSink, ReadExtent, Sink
 from fastserial.memory.storages import is_on_host
 
@@ -49,7 +50,7 @@ def meta_of(tensor: TensorEntry) -> torch.Tensor:
     dtype = getattr(torch, tensor.dtype)
     try:
         return torch.empty_strided(tensor.shape, tensor.stride, dtype=dtype, device="meta")
-    except (RuntimeError, TypeError) as error:  # sizes or strides beyond 64 bits
+    except ours(RuntimeError, TypeError) as error:  # sizes or strides beyond 64 bits
         raise UnreadableTensorError(
             f"tensor {tensor.key!r} cannot be read: torch can make no tensor of its shape"
         ) from error

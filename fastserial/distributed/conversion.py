@@ -38,7 +38,7 @@ from fastserial.formats.dcp import Item, Metadata, Stored
 from fastserial.formats.outline import bounded_pickle
 from fastserial.formats.source import BytesSource, DescriptorSource, read_exactly
 from fastserial.formats.zip_format import PICKLE, read_places
-from fastserial.interrupts import Descriptors, finish
+from fastserial.interrupts import Descriptors, finish, finish_after, ours
 from fastserial.loading.reader import HostSink, ReadExtent
 from fastserial.memory.storages import HostMemory, Memory
 from fastserial.memory.untouched import Untouched
@@ -155,10 +155,10 @@ class FolderFiles:
             if pickled is not None:  # else torch says what is wrong
                 bounded_pickle(source, pickled)
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:
+        except ours(Exception) as error:
             try:
                 check_archive(data)
-            except CheckpointFileError as damage:  # torch wrote no such archive
+            except ours(CheckpointFileError) as damage:  # torch wrote no such archive
                 raise self._damaged(item.name, damage.message) from error
             what = str(error).partition("\n")[0]
             raise ConvertError(
@@ -217,8 +217,8 @@ class FolderSource(FolderFiles):
             found = FolderContainer(path).of_all_ranks()
             self.container = "dcp"
             self.value = self._state(found)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            finish_after(error, self.close)
             raise
 
     def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Memory | None:
@@ -304,9 +304,9 @@ class FolderSource(FolderFiles):
         try:
             source = DescriptorSource(fd, item.offset, item.length)
             found = tensor_in(source, dtype, shape, item.known)
-        except CorruptCheckpointError as error:
+        except ours(CorruptCheckpointError) as error:
             raise self._damaged(item.name, error.message) from error
-        except UnreadableCheckpointError as error:
+        except ours(UnreadableCheckpointError) as error:
             error.path, error.record = self._path, item.name
             raise
         if found is not None and found.shape == shape and found.dtype != dtype:
@@ -349,7 +349,7 @@ def nested(found: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> An
             raise ConvertError(f"entry {key!r} is in another entry that is a plain value")
     try:
         return unflatten_state_dict(flat, cast("Any", places))
-    except (AttributeError, LookupError, TypeError) as error:
+    except ours(AttributeError, LookupError, TypeError) as error:
         raise ConvertError(f"{paths}: one of these is a list and a dictionary") from error
 
 
@@ -408,7 +408,7 @@ def write_folder(
                 storage_meta=writer.storage_meta(),
                 is_coordinator=True,
             )
-        except ValueError as error:  # says which key
+        except ours(ValueError) as error:  # says which key
             raise ConvertError(
                 f"{name}: the keys of a folder are paths joined by dots, and two entries get the "
                 f"same one ({error}): {_REMEDY}"

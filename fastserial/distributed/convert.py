@@ -11,6 +11,7 @@ from fastserial.config import Config, current
 from fastserial.errors import CheckpointFileError, ConvertError
 from fastserial.files.remote import is_url
 from fastserial.formats.container import is_dcp_folder
+from fastserial.interrupts import cleanup, finish_after, ours
 
 Container = Literal["zip", "safetensors", "dcp"]
 
@@ -70,26 +71,25 @@ def convert(
     if folders and os.path.abspath(name) == os.path.abspath(path):
         raise ConvertError(f"{path}: source and target are the same")
     opened = _opened(name, is_dcp, verify)
-    try:
-        settings = config or current()
-        if container == "dcp":
-            from fastserial.distributed.conversion import write_folder
+    with cleanup(opened.close):
+        try:
+            settings = config or current()
+            if container == "dcp":
+                from fastserial.distributed.conversion import write_folder
 
-            return write_folder(opened, name, path, key, settings)
-        return write_source(
-            opened,
-            path,
-            container,
-            key=key,
-            copy_shared=copy_shared,
-            shard_nbytes=shard_nbytes,
-            config=settings,
-        )
-    except CheckpointFileError as error:
-        error.path = error.path or name
-        raise
-    finally:
-        opened.close()
+                return write_folder(opened, name, path, key, settings)
+            return write_source(
+                opened,
+                path,
+                container,
+                key=key,
+                copy_shared=copy_shared,
+                shard_nbytes=shard_nbytes,
+                config=settings,
+            )
+        except ours(CheckpointFileError) as error:
+            error.path = error.path or name
+            raise
 
 
 def _opened(name: str, is_dcp: bool, verify: bool) -> ConvertSource:
@@ -100,7 +100,7 @@ def _opened(name: str, is_dcp: bool, verify: bool) -> ConvertSource:
     source = FolderSource(name)
     try:
         source.warn_of_text()
-    except BaseException:  # warnings may be errors
-        source.close()
+    except BaseException as error:  # warnings may be errors
+        finish_after(error, source.close)
         raise
     return source

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 from fastserial.config import Config, refuse_variable
 from fastserial.errors import EngineUnavailableError
-from fastserial.interrupts import finish
+from fastserial.interrupts import finish_after, ours
 from fastserial.memory.buffers import Buffer, BufferPool
 
 
@@ -90,7 +90,7 @@ class Request:
         if prepare is not None:
             try:
                 prepare(self)
-            except Exception as error:
+            except ours(Exception) as error:
                 return Completion(self, 0, error)
         return None
 
@@ -231,7 +231,7 @@ def factory_of(engine: str | EngineFactory) -> EngineFactory:
         return engine
     try:
         return load(engine)
-    except EngineUnavailableError as error:
+    except ours(EngineUnavailableError) as error:
         if not refuse_variable("engine", engine, str(error)):
             raise
         return factory_of(Config().engine)
@@ -261,8 +261,8 @@ def start(engine: Engine, count: int, nbytes: int, pool: BufferPool | None = Non
         pool = pool or engine.allocate(count, nbytes)
         closers.append(pool.close)
         engine.open(pool.buffers, len(pool.buffers))
-    except BaseException:
-        finish(*closers)
+    except BaseException as error:
+        finish_after(error, *closers)
         raise
     return pool
 
@@ -274,6 +274,6 @@ def survey() -> list[EngineStatus]:
         try:
             load(name)
             found.append(EngineStatus(name, None))
-        except EngineUnavailableError as error:
+        except ours(EngineUnavailableError) as error:
             found.append(EngineStatus(name, str(error)))
     return found

@@ -37,7 +37,7 @@ from typing import ClassVar
 
 from fastserial.engines import Capabilities, Completion, Engine, Op, Request
 from fastserial.engines.threads import complete, transfer
-from fastserial.interrupts import raised_by_handler
+from fastserial.interrupts import cleanup, ours
 from fastserial.memory.buffers import Buffer
 
 # linux/io_uring.h; the calls have the same numbers on x86-64 and arm64.
@@ -156,13 +156,11 @@ def _missing() -> str | None:
     """Return why this process cannot use io_uring, or None; found by a request of no effect."""
     try:
         ring = _IoRing(1)
-        try:
+        with cleanup(ring.close):
             if not ring.submit(_NOP, 0, -1, 0, 0, 0, 1):
                 raise _error()
             ring.reap()
-        finally:
-            ring.close()
-    except OSError as error:
+    except ours(OSError) as error:
         if error.errno in (errno.EPERM, errno.EACCES):
             return (
                 "io_uring is forbidden here. Container runtimes do that by default (seccomp), "
@@ -202,7 +200,7 @@ class IoUringEngine(Engine):
         self._most_writes = max(1, queue_depth - 1)
         try:
             self._ring = _IoRing(queue_depth)
-        except OSError:  # no memory or no descriptor is left
+        except ours(OSError):  # no memory or no descriptor is left
             self._ring = None
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -226,9 +224,7 @@ class IoUringEngine(Engine):
             self._ready.popleft()
             try:
                 taken = ring is not None and self._give(ring, request)
-            except OSError as error:
-                if raised_by_handler(error):
-                    raise
+            except ours(OSError) as error:
                 self._done.append(Completion(request, 0, error))
             else:
                 if not taken:

@@ -15,7 +15,7 @@ from fastserial.config.performance import FEW_CORES
 from fastserial.engines import Capabilities, Completion, Engine, Op, Request
 from fastserial.errors import EngineError, FastserialError
 from fastserial.files.linux import preadv
-from fastserial.interrupts import Background, finish, raised_by_handler
+from fastserial.interrupts import Background, finish, ours
 from fastserial.memory.buffers import Buffer
 
 
@@ -58,9 +58,7 @@ def complete(request: Request, move: Callable[[Request], int]) -> Completion:
         if request.finish is not None:
             request.finish(request, moved)
         return Completion(request, moved)
-    except (OSError, FastserialError) as error:
-        if raised_by_handler(error):
-            raise
+    except ours(OSError, FastserialError) as error:
         return Completion(request, 0, error)
 
 

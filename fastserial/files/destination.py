@@ -21,7 +21,6 @@ the ACL, which widens them, is set after the owner.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import functools
@@ -39,7 +38,7 @@ from fastserial.files import linux
 from fastserial.files.linux import Attributes, attributes_of, set_attributes
 from fastserial.files.nodes import is_node
 from fastserial.files.sources import file_name, plain_file
-from fastserial.interrupts import OWN, Background, Descriptors, finish
+from fastserial.interrupts import OWN, Background, Descriptors, finish, ours, suppress
 from fastserial.reasons import A_FILE, ANOTHER_OWNER, GIVE_A_PATH, RENAMES, Reason
 
 _MOST_NAMES = 10_000
@@ -159,7 +158,7 @@ def find_target(name: str | bytes, replace_link: bool = False) -> PathTarget:
     else:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
     if path != name:
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             os.stat(name)  # raises where the kernel does not follow
     return PathTarget(name, path, found)
 
@@ -167,7 +166,7 @@ def find_target(name: str | bytes, replace_link: bool = False) -> PathTarget:
 def _status(path: str, directory: int | None = None) -> os.stat_result | None:
     try:
         return os.lstat(path, dir_fd=directory)
-    except FileNotFoundError:
+    except ours(FileNotFoundError):
         return None
 
 
@@ -236,7 +235,7 @@ def _is_held(device: int, inode: int) -> bool:
     """
     try:
         fds = list(map(int, os.listdir("/proc/self/fd")))
-    except OSError:  # no /proc, or no descriptor left to look into it
+    except ours(OSError):  # no /proc, or no descriptor left to look into it
         fds = list(range(_MOST_WITHOUT_PROC))
     for fd in fds:
         try:
@@ -244,7 +243,7 @@ def _is_held(device: int, inode: int) -> bool:
             if found.st_ino != inode or found.st_dev != device:
                 continue
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        except OSError:  # closed in between
+        except ours(OSError):  # closed in between
             continue
         if flags & (OWN | os.O_PATH):  # the latter cannot read
             continue
@@ -261,7 +260,7 @@ def _holds_lock(fd: int) -> bool:
     try:
         with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8", errors="replace") as lines:
             return any(line.startswith("lock:") for line in lines)
-    except OSError:
+    except ours(OSError):
         return False
 
 
@@ -277,7 +276,7 @@ def _why_incapable(directory: str, fd: int) -> Reason | None:
     if key not in _incapable:
         try:
             _incapable[key] = _tried(fd)
-        except OSError:  # it cannot be tried now: the save finds out
+        except ours(OSError):  # it cannot be tried now: the save finds out
             return None
     return _incapable[key]
 
@@ -300,13 +299,13 @@ def _tried(directory: int) -> Reason | None:
                 files.close_newest()
             reason = _NO_RENAME
         os.rename(names[1], names[0], src_dir_fd=directory, dst_dir_fd=directory)
-    except OSError as error:
+    except ours(OSError) as error:
         if error.errno in _PASSING:
             raise
         return reason
     finally:
         for name in names:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.unlink(name, dir_fd=directory)
     return None
 
@@ -327,7 +326,7 @@ def remove_leftover(name: str, directory: int | None = None) -> None:
     Args:
         directory: descriptor of the directory that a relative name is in.
     """
-    with contextlib.suppress(OSError), Descriptors() as files:  # locked: its owner is alive
+    with suppress(OSError), Descriptors() as files:  # locked: its owner is alive
         # Over NFS an exclusive lock takes a descriptor that can write.
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
         fd = files.open(name, flags, dir_fd=directory)
@@ -348,7 +347,7 @@ def _lock(fd: int) -> bool:
     """Lock a temporary file; False if another process has. True where there are no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except ours(OSError) as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
         if error.errno not in _NO_LOCKS:
@@ -405,7 +404,7 @@ class Replacement:
     def _open_directory(self) -> None:
         try:
             self._directory = self._files.open(self.where, os.O_RDONLY | os.O_DIRECTORY)
-        except PermissionError as error:
+        except ours(PermissionError) as error:
             raise CannotReplace(_UNREADABLE) from error
 
     def _attributes(self, there: os.stat_result | None) -> Attributes | None:
@@ -414,9 +413,9 @@ class Replacement:
             return None
         try:
             return attributes_of(there, self.target.path)
-        except FileNotFoundError:
+        except ours(FileNotFoundError):
             return None
-        except OSError as error:
+        except ours(OSError) as error:
             raise _refused(error) from error
 
     def _take(self, attributes: Attributes | None) -> None:
@@ -424,7 +423,7 @@ class Replacement:
         try:
             if attributes is not None:
                 set_attributes(self.fd, attributes)
-        except OSError as error:
+        except ours(OSError) as error:
             raise _refused(error) from error
 
     def _create(self, named: bool) -> int:
@@ -435,7 +434,7 @@ class Replacement:
                 mode = 0o666 if self._kept is None else self._kept.mode & 0o777
                 try:
                     return self._files.open(".", flags | os.O_TMPFILE, mode, self._directory)
-                except OSError as error:
+                except ours(OSError) as error:
                     if error.errno not in _NO_TMPFILE:
                         raise
             mode = 0o666 if self._kept is None else 0o600
@@ -445,13 +444,13 @@ class Replacement:
                     fd = self._files.open(
                         name, flags | os.O_CREAT | os.O_EXCL, mode, self._directory
                     )
-                except FileExistsError:
+                except ours(FileExistsError):
                     continue
                 # Until it is locked, another save may take it for a leftover.
                 if _lock(fd) and self._is(name, fd):
                     return fd
                 self._files.close(but=1)
-        except OSError as error:
+        except ours(OSError) as error:
             if error.errno not in _NOT_FOR_US:
                 raise
             if error.errno == errno.EACCES and self.target.there is None:
@@ -476,7 +475,7 @@ class Replacement:
     def _is(self, name: str, fd: int) -> bool:
         try:
             there = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
-        except FileNotFoundError:
+        except ours(FileNotFoundError):
             return False
         return os.path.samestat(there, os.fstat(fd))
 
@@ -537,7 +536,7 @@ class Replacement:
         source = f"/proc/self/fd/{self.fd}"
         try:
             os.link(source, name, dst_dir_fd=self._directory, follow_symlinks=True)
-        except FileExistsError:
+        except ours(FileExistsError):
             return False
         return True
 
@@ -554,7 +553,7 @@ class Replacement:
         """Keep a large old file open: the rename would wait until its space is free."""
         there = self.target.there
         if there is not None and stat.S_ISREG(there.st_mode) and there.st_size >= LARGE_FILE:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 flags = os.O_PATH | os.O_NOFOLLOW
                 self._replaced = Descriptors()
                 self._replaced.open(self._base, flags, dir_fd=self._directory)
@@ -568,7 +567,7 @@ class Replacement:
 
         They see the last `close` of a file without a name under a number, such as `#12`.
         """
-        with contextlib.suppress(OSError):  # it is closed with the others
+        with suppress(OSError):  # it is closed with the others
             flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             self._files.open(self._base, flags, dir_fd=self._directory)
 
@@ -578,7 +577,7 @@ class Replacement:
 
     def _remove_name(self) -> None:
         if self.named is not None:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 if self._is(self.named, self._files.newest):
                     os.unlink(self.named, dir_fd=self._directory)
             self.named = None
@@ -642,7 +641,7 @@ class Retries:
         while True:
             try:
                 found = self._open()
-            except WriteError as error:
+            except ours(WriteError) as error:
                 if not self.wait(error):
                     raise
                 continue
@@ -719,7 +718,7 @@ def open_path(
         return Replacement(target, durable, named)
     except CannotReplace as why:
         reason = why.reason
-    except OSError as error:
+    except ours(OSError) as error:
         target = target or PathTarget(name, name, None)
         may_be_stale = looks > 1 and error.errno in (errno.ENOENT, errno.EACCES)
         if may_be_stale and not _is_there_still(target):
@@ -741,7 +740,7 @@ def _is_there_still(target: PathTarget) -> bool:
         return True
     try:
         found = os.lstat(target.path)
-    except OSError:
+    except ours(OSError):
         return False
     # a new file may have the number of the one that was removed
     return os.path.samestat(found, there) and found.st_ctime_ns == there.st_ctime_ns
@@ -768,7 +767,7 @@ def _open_file(file: Any) -> CallersFile | StockWay:
             return StockWay(_LOCKED)
         raw.flush()
         return CallersFile(raw, fd, raw.tell())
-    except (OSError, ValueError) as error:
+    except ours(OSError, ValueError) as error:
         return StockWay(Reason(f"the file's position is not known: {error}", GIVE_A_PATH))
 
 
@@ -839,7 +838,7 @@ class CallersFile:
         """Restore the size of the file, which also frees reserved space."""
         size, self._size_before = self._size_before, None
         if size is not None:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.ftruncate(self.fd, size)
 
 
@@ -900,7 +899,7 @@ def save_error(error: OSError, target: PathTarget | Destination, needed: int | N
     if number not in _FULL:
         needed = None
     else:
-        with contextlib.suppress(OSError):  # the directory may be gone
+        with suppress(OSError):  # the directory may be gone
             free = linux.free_bytes(target.where)
         if needed is not None:
             text += f" (the save needs {needed} bytes"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Iterable
@@ -10,7 +9,7 @@ from collections.abc import Iterable
 from fastserial.errors import WriteError, write_error
 from fastserial.files import linux
 from fastserial.files.destination import StockWay, open_path
-from fastserial.interrupts import Descriptors
+from fastserial.interrupts import Descriptors, ours, suppress
 
 # Some file systems cannot sync a directory; their metadata is synchronous, or without a guarantee.
 _CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPERM)
@@ -41,7 +40,7 @@ def replace_bytes(path: str, data: bytes, durable: bool = True) -> None:
             raise
     except WriteError:
         raise
-    except OSError as error:
+    except ours(OSError) as error:
         raise write_error(error.errno or errno.EIO, path, error.strerror) from error
 
 
@@ -54,7 +53,7 @@ def _overwrite(path: str, data: bytes, durable: bool) -> None:
                 linux.synced(file.fileno())
     except BaseException:
         if is_new:  # a part of it would be taken for the whole file
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.unlink(path)
         raise
 
@@ -79,7 +78,7 @@ def make_folder(path: str, durable: bool) -> None:
         os.makedirs(path, exist_ok=True)
         if durable:
             sync_folders(missing)
-    except OSError as error:
+    except ours(OSError) as error:
         text = f"the folder cannot be created: {error.strerror}"
         raise write_error(error.errno or errno.EIO, path, text) from error
 
@@ -95,6 +94,6 @@ def sync_folders(folders: Iterable[str]) -> None:
         with Descriptors() as files:
             try:
                 os.fsync(files.open(folder, os.O_RDONLY | os.O_DIRECTORY))
-            except OSError as error:
+            except ours(OSError) as error:
                 if error.errno not in _CANNOT:
                     raise

@@ -46,7 +46,7 @@ from fastserial.config.performance import (
     SLOW_FOR,
     TRIAL,
 )
-from fastserial.interrupts import Descriptors
+from fastserial.interrupts import Descriptors, ours
 from fastserial.reasons import SEE_DOCTOR, Reason
 
 PROC = 0x9FA0  # `magic_of` of procfs
@@ -140,7 +140,7 @@ def is_locked(fd: int) -> bool:
     whole_file = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, whole_file)
-    except OSError:  # a file system without locks
+    except ours(OSError):  # a file system without locks
         return False
     return bool(_LOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
@@ -172,7 +172,7 @@ def preadv(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
     """
     try:
         return os.preadv(fd, pieces, offset)
-    except PermissionError:  # Python calls preadv2, which a filter of system calls may refuse
+    except ours(PermissionError):  # Python calls preadv2, which a filter of system calls may refuse
         data = os.pread(fd, len(pieces[0]), offset)
         pieces[0][: len(data)] = data
         return len(data)
@@ -200,7 +200,7 @@ def synced(fd: int) -> bool:
     """
     try:
         os.fsync(fd)
-    except OSError as error:
+    except ours(OSError) as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
         return False
@@ -221,7 +221,7 @@ def is_out_of_inodes(path: str) -> bool:
     """Return whether the file system can hold no more files, however small."""
     try:
         stats = os.statvfs(path)
-    except OSError:
+    except ours(OSError):
         return False
     return stats.f_files > 0 and stats.f_favail == 0
 
@@ -230,7 +230,7 @@ def is_read_only(path: str) -> bool:
     """Return whether the file system that holds `path` is mounted read-only."""
     try:
         return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
-    except OSError:
+    except ours(OSError):
         return False
 
 
@@ -287,7 +287,7 @@ def kind_of(path: str) -> str:
     try:
         with Descriptors() as files:
             return mounted_as(files.open(path, os.O_PATH))[0] or "unknown"
-    except (OSError, ValueError):  # no /proc
+    except ours(OSError, ValueError):  # no /proc
         return "unknown"
 
 
@@ -324,9 +324,9 @@ def open_direct(fd: int, flags: int, block_size: int, files: Descriptors) -> Dir
         return DirectFile(-1, alignment, Reason(what, SEE_DOCTOR))
     try:
         return DirectFile(reopen(fd, flags | os.O_DIRECT, files), alignment)
-    except FileNotFoundError:
+    except ours(FileNotFoundError):
         return DirectFile(-1, alignment, NO_PROC)
-    except OSError as error:
+    except ours(OSError) as error:
         why = Reason(f"direct I/O refused: {error.strerror}", SEE_DOCTOR)
         return DirectFile(-1, alignment, why)
 
@@ -356,7 +356,7 @@ def compresses(fd: int) -> bool:
         return False
     try:
         kind, options = mounted_as(fd)
-    except (OSError, ValueError):  # no /proc
+    except ours(OSError, ValueError):  # no /proc
         return False
     if kind in ("zfs", "bcachefs"):
         return True
@@ -381,7 +381,7 @@ def meminfo() -> dict[str, int]:
     try:
         with open(_MEMINFO, encoding="utf-8") as lines:
             found = [line.split() for line in lines]
-    except OSError:
+    except ours(OSError):
         return {}
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in found if words[-1] == "kB"}
 
@@ -399,7 +399,7 @@ def _group_rooms() -> Iterator[int | None]:
     """Yield what is left in each control group around this process that has a limit."""
     try:
         lines = _OWN_CGROUP.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
+    except ours(OSError):
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -418,7 +418,7 @@ def _group_room(folder: Path, limit: str, usage: str, cache: tuple[str, ...]) ->
         used = int((folder / usage).read_bytes())
         fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return most - used + sum(int(fields[name]) for name in cache)
-    except (OSError, ValueError, KeyError):
+    except ours(OSError, ValueError, KeyError):
         return None
 
 
@@ -430,7 +430,7 @@ def block_node(number: int) -> Path | None:
     link = _BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}"
     try:
         return link.resolve(strict=True)
-    except OSError:
+    except ours(OSError):
         return None
 
 
@@ -438,7 +438,7 @@ def first_line(path: Path) -> str:
     """Return the text of a file in sysfs, empty where there is none."""
     try:
         return path.read_text(errors="replace").strip()
-    except OSError:
+    except ours(OSError):
         return ""
 
 
@@ -504,9 +504,9 @@ def _probe(fd: int, offset: int, length: int) -> float | None:
     for at in offsets:
         try:
             present += os.preadv(fd, [byte], at, nowait)
-        except BlockingIOError:
+        except ours(BlockingIOError):
             continue
-        except OSError:  # a file system without it
+        except ours(OSError):  # a file system without it
             return None
     return present / len(offsets)
 
@@ -633,7 +633,7 @@ def attributes_of(status: os.stat_result, file: int | str) -> Attributes:
         for name in os.listxattr(file, follow_symlinks=follow):
             if name.startswith(_KEPT) and name not in _OF_THE_CONTENT:
                 extended[name] = os.getxattr(file, name, follow_symlinks=follow)
-    except OSError as error:
+    except ours(OSError) as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):  # there are none
             raise
     return Attributes(stat.S_IMODE(status.st_mode), (status.st_uid, status.st_gid), extended)

@@ -11,6 +11,7 @@ import stat
 from io import BufferedWriter
 
 from fastserial.files import linux
+from fastserial.interrupts import ours
 
 _MAX_LINKS = 40  # as the kernel's own limit
 
@@ -25,7 +26,7 @@ def is_node(path: str | os.PathLike[str]) -> bool:
     try:
         mode = os.stat(path).st_mode
         return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) or _is_descriptor(os.fspath(path))
-    except (OSError, ValueError):  # nothing is there, or it is not a path
+    except ours(OSError, ValueError):  # nothing is there, or it is not a path
         return False
 
 

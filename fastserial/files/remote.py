@@ -26,6 +26,7 @@ from fastserial.errors import (
     RemoteError,
     TruncatedCheckpointError,
 )
+from fastserial.interrupts import ours, suppress
 
 _T = TypeVar("_T")
 _CHUNK = 8 * 1024 * 1024
@@ -101,10 +102,10 @@ def remote_folder(url: str, timeout: float, *, create: bool = False) -> RemoteFo
     """
     try:
         if urlsplit(url).scheme in _OBSTORE_SCHEMES:
-            with contextlib.suppress(ModuleNotFoundError):
+            with suppress(ModuleNotFoundError):
                 return _ObstoreFolder(url, timeout, create)
         return _FsspecFolder(url)
-    except (ImportError, ValueError) as error:
+    except ours(ImportError, ValueError) as error:
         raise ConfigError(
             f"{url} cannot be opened: {error}. For s3, gs and az URLs: "
             "pip install 'fastserial[remote]'"
@@ -125,13 +126,13 @@ class _ObstoreFolder:
 
         self.url = url
         self._obstore = obstore
-        self._errors = (BaseError, OSError)
+        self._errors: tuple[type[Exception], ...] = (BaseError, OSError)
         retry = {"max_retries": 1_000, "retry_timeout": timedelta(seconds=timeout)}
         self._is_local = local = urlsplit(url).scheme == "file"
         options: dict[str, Any] = {"mkdir": create} if local else {"retry_config": retry}
         try:
             self._store: Any = obstore.store.from_url(url, **options)
-        except self._errors as error:
+        except ours(*self._errors) as error:
             if local and not os.path.isdir(unquote(urlsplit(url).path)):
                 raise _not_found(url) from error
             raise ValueError(_first_line(error)) from error
@@ -141,7 +142,7 @@ class _ObstoreFolder:
             return call()
         except FileNotFoundError:
             raise
-        except self._errors as error:
+        except ours(*self._errors) as error:
             raise RemoteError(f"{self.url}: {what}: {_first_line(error)}") from error
 
     def sizes(self) -> dict[str, int]:
@@ -187,7 +188,7 @@ class _ObstoreFolder:
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 self._remove(name)
 
     def _remove(self, name: str) -> None:
@@ -217,7 +218,7 @@ class _FsspecFolder:
             yield
         except (FileNotFoundError, RemoteError):
             raise
-        except Exception as error:  # each of fsspec's packages has its own
+        except ours(Exception) as error:  # each of fsspec's packages has its own
             raise RemoteError(f"{self.url}: {what}: {_first_line(error)}") from error
 
     def sizes(self) -> dict[str, int]:
@@ -225,7 +226,7 @@ class _FsspecFolder:
             self._files.invalidate_cache()
             try:
                 found = self._files.find(self._root, detail=True)
-            except FileNotFoundError:
+            except ours(FileNotFoundError):
                 return {}
             start = len(self._path(""))
             return {path[start:]: entry["size"] for path, entry in found.items()}
@@ -267,7 +268,7 @@ class _FsspecFolder:
         for name in names:
             with (
                 self._named(f"{name} cannot be removed"),
-                contextlib.suppress(FileNotFoundError),
+                suppress(FileNotFoundError),
             ):
                 self._files.rm_file(self._path(name))
 
@@ -304,7 +305,7 @@ class RemoteSource:
         self._pid = os.getpid()
         try:
             self._folder = remote_folder(f"{scheme}://{folder}", _ONE_CALL)
-        except FileNotFoundError as error:
+        except ours(FileNotFoundError) as error:
             raise _not_found(url) from error
         self._status = self._ask_status()
         self.size = self._status[0]
@@ -330,9 +331,9 @@ class RemoteSource:
             began = monotonic()
             try:
                 return call()
-            except FileNotFoundError as error:
+            except ours(FileNotFoundError) as error:
                 raise _not_found(self.name) from error
-            except RemoteError:
+            except ours(RemoteError):
                 now = monotonic()
                 gave_up = isinstance(self._folder, _ObstoreFolder) and now - began >= _ONE_CALL
                 if not gave_up or now > until or stop.is_set():
@@ -409,7 +410,7 @@ class RemoteSource:
                     done += len(piece)
                     if stop.is_set():
                         raise RemoteError(f"{self.name}: its reader gave up")
-            except RemoteError:
+            except ours(RemoteError):
                 if done == before or stop.is_set():
                     raise
             else:

@@ -7,6 +7,8 @@ import os
 import stat
 from typing import Any, BinaryIO, NamedTuple
 
+from fastserial.interrupts import ours
+
 _METHODS = frozenset({"fileno", "read", "readinto", "seek", "tell"})
 
 
@@ -52,7 +54,7 @@ def file_source(file: Any, small: int) -> FileSource | None:
             raw.flush()
         start = raw.tell()
         seen = stamp(fd, found, ends=found.st_size > small)
-    except (OSError, ValueError):
+    except ours(OSError, ValueError):
         return None
     return FileSource(file_name(raw, fd), file, fd, start, found.st_size, seen)
 
@@ -109,7 +111,7 @@ class FileStamp(NamedTuple):
             return True
         try:
             return _ends(fd, self.size) == self.ends
-        except OSError:  # a bad disk is no proof of a change
+        except ours(OSError):  # a bad disk is no proof of a change
             return True
 
 

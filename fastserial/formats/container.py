@@ -47,7 +47,7 @@ from fastserial.formats.zip_format import (
     read_places,
     read_record,
 )
-from fastserial.interrupts import Descriptors
+from fastserial.interrupts import Descriptors, ours
 
 _SMALL_RECORD = 4096
 _MOST_NOTES = 100
@@ -424,7 +424,7 @@ class FolderContainer(Container):
 def _state(path: str) -> os.stat_result | None:
     try:
         return os.stat(path)
-    except FileNotFoundError:
+    except ours(FileNotFoundError):
         return None
 
 
@@ -432,7 +432,7 @@ def is_dcp_folder(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a folder that torch.distributed.checkpoint saved to."""
     try:
         found = FolderContainer(os.fspath(path))
-    except OSError:
+    except ours(OSError):
         return False
     return bool(found.shards) or any(
         _begins_like_pickle(os.path.join(found.path, name)) for name in found.metadata_files
@@ -443,7 +443,7 @@ def _begins_like_pickle(path: str) -> bool:
     try:
         with Descriptors() as files:
             return os.pread(files.open(path, os.O_RDONLY | os.O_NONBLOCK), 1, 0) == b"\x80"
-    except OSError:
+    except ours(OSError):
         return False
 
 
@@ -489,13 +489,15 @@ def format_of_head(source: Source) -> Format | None:
     """
     try:
         head = source.read_at(0, min(_MAGIC_AT_MOST, source.size))
-    except TruncatedCheckpointError:  # a log that was emptied meanwhile, a file of the kernel's
+    except ours(
+        TruncatedCheckpointError
+    ):  # a log that was emptied meanwhile, a file of the kernel's
         return None
     if head.startswith(LOCAL_SIGNATURE):
         return Format.ZIP
     try:
         value = decode(ByteStream(BytesSource(head))).value
-    except CheckpointFileError:
+    except ours(CheckpointFileError):
         return None
     return Format.LEGACY if type(value) is int and value == MAGIC else None
 
@@ -529,6 +531,6 @@ def detect(source: Source, name: str) -> Format:
         return Format.SAFETENSORS
     try:
         read_directory(source, headers=False)
-    except CheckpointFileError:
+    except ours(CheckpointFileError):
         return Format.OTHER
     return Format.DAMAGED_ZIP

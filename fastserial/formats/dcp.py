@@ -18,6 +18,7 @@ from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.pickles import Budget, Call, Decoded, Global, Limits, Mapping, decode
 from fastserial.formats.source import BytesSource, ByteStream, is_path, naming
 from fastserial.formats.tensors import ITEM_BYTES, LARGEST, MOST_DIMENSIONS, element_count
+from fastserial.interrupts import ours
 
 METADATA_NAME = re.compile(r"(?:__\d+)?\.metadata", re.ASCII)  # of all ranks, or of one
 _MARK = b"fastserial"
@@ -136,7 +137,7 @@ class Metadata:
         items: all chunks and values that have a location.
         missing: names of chunks and values that have none.
         version: of the layout.
-        ours: it has a checksum (which is right).
+        framed: it has a checksum (which is right).
         globals: the names that unpickling it would import.
     """
 
@@ -146,7 +147,7 @@ class Metadata:
     items: list[Item]
     missing: list[str]
     version: str | None
-    ours: bool
+    framed: bool
     globals: frozenset[Global]
 
 
@@ -158,14 +159,14 @@ def parse(pickled: bytes, path: str) -> Metadata:
         UnreadableCheckpointError: it has opcodes that are not read.
         PickleLimitError: it takes more than its size allows.
     """
-    ours = is_framed(pickled, path)
+    framed = is_framed(pickled, path)
     limits = replace(Limits.of(len(pickled)), kept=len(pickled))  # keys may be of any length
     budget = Budget(limits)
     try:
         with naming(path):
             found = decode(ByteStream(BytesSource(pickled)), budget)
-            return _metadata(found, ours, budget)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+            return _metadata(found, framed, budget)
+    except ours(AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(
             "it is damaged, or no metadata of torch.distributed.checkpoint", path=path
         ) from error
@@ -175,7 +176,7 @@ _Location = tuple[str, int, int, "Known | None", bool]
 _NOWHERE: _Location = ("", 0, 0, None, False)
 
 
-def _metadata(found: Decoded, ours: bool, budget: Budget) -> Metadata:
+def _metadata(found: Decoded, framed: bool, budget: Budget) -> Metadata:
     whole = _attributes(found.value, "Metadata", budget)
     locations: dict[tuple[str, tuple[int, ...] | None], _Location] = {}
     for index, location in _pairs(whole.get("storage_data") or Mapping()):
@@ -186,7 +187,7 @@ def _metadata(found: Decoded, ours: bool, budget: Budget) -> Metadata:
         locations[_key(named["fqn"]), where] = _location(location, budget)
     version, paths = whole.get("version"), _paths(whole.get("planner_data"), budget)
     version = version if type(version) is str else None
-    made = Metadata({}, [], paths, [], [], version, ours, found.globals)
+    made = Metadata({}, [], paths, [], [], version, framed, found.globals)
     for name, entry in _pairs(whole["state_dict_metadata"]):
         key, dtype = _key(name), None
         chunks: Sequence[Chunk | None] = (None,)
@@ -244,9 +245,9 @@ def _location(value: Any, budget: Budget) -> _Location:
         raise TypeError("a location is invalid")
     if not is_path(file):
         raise ValueError("no file can have this name")
-    ours, known = fields.get("fastserial"), None
-    if type(ours) is tuple and len(ours) == len(Known._fields):
-        start, crc, strides = ours
+    noted, known = fields.get("fastserial"), None
+    if type(noted) is tuple and len(noted) == len(Known._fields):
+        start, crc, strides = noted
         sound = (start is None or _is_size(start)) and (crc is None or _is_size(crc))
         if not sound:
             raise TypeError("what the writer knew is damaged")

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from operator import floordiv
 from typing import NamedTuple
 
+from fastserial.interrupts import Locked
 from fastserial.memory.storages import Batch, Memory
 
 
@@ -77,7 +78,7 @@ class WholeBytes:
         """
         if length == total:
             return make()
-        with self._lock:
+        with Locked(self._lock):
             if self._made is None:
                 self._made = make()
             piece = self._made[start : start + length]

@@ -50,6 +50,7 @@ from fastserial.formats.zip_format import (
     read_record,
     record_stream,
 )
+from fastserial.interrupts import ours
 
 _LONGEST_KEY = 4096
 _MOST_NOTES = 100
@@ -142,7 +143,7 @@ def outline(decoded: Decoded, budget: Budget | None = None) -> Outline:
     found.values = root.values
     try:
         found.complete = _name_tensors(root, nodes, found, budget)
-    except PickleLimitError:
+    except ours(PickleLimitError):
         found.complete = False
     return found
 
@@ -242,7 +243,7 @@ def _node_of(container: Any, budget: Budget) -> _Node:
     if type(container) is Call:
         try:
             _look_at_call(node, container, budget)
-        except CorruptCheckpointError as error:
+        except ours(CorruptCheckpointError) as error:
             node.problem, node.parts = error, []
     elif type(container) is Mapping:
         _look_at_items(node, container.items, budget)
@@ -358,7 +359,7 @@ def _name_tensors(root: _Node, nodes: dict[int, _Node], found: Outline, budget: 
             if node.is_tensor:
                 budget.spend(_TENSOR_COST)
                 _add_tensor(key, part.kind, node.container, found, budget)
-        except CorruptCheckpointError as error:
+        except ours(CorruptCheckpointError) as error:
             found.problems[key] = error.message
         except _OnlyForTorchError as error:
             found.unread[key] = str(error)
@@ -541,7 +542,7 @@ def zip_outline(
     try:
         budget = Budget(limits or _limits_of(record))
         found = outline(decode(record_stream(source, record), budget), budget)
-    except CheckpointFileError as error:
+    except ours(CheckpointFileError) as error:
         if error.record is None:
             error.record = PICKLE
         raise

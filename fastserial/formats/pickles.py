@@ -21,6 +21,7 @@ from fastserial.errors import (
     UnreadableCheckpointError,
 )
 from fastserial.formats.source import BytesSource, ByteStream
+from fastserial.interrupts import ours
 
 _TUPLES = (b"t", b"\x85", b"\x86", b"\x87")  # the opcodes that make one
 _CHECK_EVERY = 4096  # opcodes between looks at the budget and the clock
@@ -225,7 +226,7 @@ class _SymbolicUnpickler(pickle._Unpickler):
                     _TABLE[code](self)
                 budget.spend(0)
                 budget.check_time()
-        except _Stop:
+        except ours(_Stop):
             return self.stack[-1]
 
     def read(self, nbytes: int) -> bytes:
@@ -434,7 +435,7 @@ def decode(stream: ByteStream, budget: Budget | None = None) -> Decoded:
         value = machine.load()
     except (CheckpointFileError, PickleLimitError, OSError):
         raise
-    except _DAMAGE as error:
+    except ours(*_DAMAGE) as error:
         raise CorruptCheckpointError(
             f"damaged pickle ({type(error).__name__}: {error})", offset=stream.tell()
         ) from error

@@ -23,6 +23,7 @@ from fastserial.formats.tensors import (
     contiguous_stride,
     element_count,
 )
+from fastserial.interrupts import ours
 
 STEM = "model"
 ONE_FILE = f"{STEM}.safetensors"
@@ -108,7 +109,7 @@ def _header(source: Source) -> tuple[dict[str, Any], int]:
         raise CorruptCheckpointError(f"a header of {length} bytes does not fit the file", offset=0)
     try:
         header = parse_json(source.read_at(_LENGTH_BYTES, length))
-    except (ValueError, RecursionError) as error:
+    except ours(ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"the header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise CorruptCheckpointError("the header is no JSON object")
@@ -121,7 +122,7 @@ def _storage(key: str, value: Any, start: int) -> StorageEntry:
         name, shape, (first, last) = value["dtype"], value["shape"], value["data_offsets"]
         numbers = [*shape, first, last]
         sound = all(type(n) is int and 0 <= n < 2**63 for n in numbers) and type(name) is str
-    except (KeyError, TypeError, ValueError):
+    except ours(KeyError, TypeError, ValueError):
         sound = False
     if not sound or last < first:
         raise CorruptCheckpointError("its entry in the header is damaged", record=key)

@@ -18,7 +18,7 @@ from fastserial.errors import (
     UnreadableCheckpointError,
 )
 from fastserial.files.linux import preadv
-from fastserial.interrupts import Descriptors
+from fastserial.interrupts import Descriptors, ours
 
 
 class Source(Protocol):
@@ -93,7 +93,7 @@ class DescriptorSource:
         """Return the first offset from one on that is in no hole; the size if all is one."""
         try:
             return os.lseek(self._fd, self._start + offset, os.SEEK_DATA) - self._start
-        except OSError as error:
+        except ours(OSError) as error:
             return self._size if error.errno == errno.ENXIO else offset
 
 
@@ -219,7 +219,10 @@ def naming(path: str) -> Iterator[None]:
     """Add the file's path to an error of the body that has none."""
     try:
         yield
-    except (CheckpointFileError, PickleLimitError) as error:
+    except ours(CheckpointFileError) as error:
+        error.path = error.path or path
+        raise
+    except ours(PickleLimitError) as error:
         error.path = error.path or path
         raise
 

@@ -20,6 +20,7 @@ from fastserial.errors import (
     UnreadableCheckpointError,
 )
 from fastserial.formats.source import BytesSource, ByteStream, Source
+from fastserial.interrupts import ours
 
 U16, U32 = 0xFFFF, 0xFFFFFFFF  # also: "the value is in the zip64 record"
 STORED, DEFLATED = 0, 8
@@ -429,7 +430,7 @@ def inflated(source: Source, record: RecordEntry) -> Iterator[bytes]:
             at += len(raw)
         try:
             part = inflater.decompress(raw, STREAM_CHUNK)
-        except zlib.error as error:
+        except ours(zlib.error) as error:
             raise CorruptCheckpointError(f"damaged: {error}", record=record.name) from error
         if not part and not raw:
             break  # it is cut short

@@ -55,6 +55,7 @@ from fastserial.engines.deepspeed.engine import DeepSpeedEngine as AioEngine
 from fastserial.errors import ConfigError, FastserialError
 from fastserial.files.durable import replace_bytes, sync_folders
 from fastserial.integrations.deepspeed_full import save_full, writers_of
+from fastserial.interrupts import ours
 from fastserial.overlap.asynchronous import start_save
 from fastserial.overlap.pending import PendingSave
 from fastserial.reports import SaveReport
@@ -172,7 +173,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
                     self._saves.append(save)
                 else:
                     write(state_dict, path, zip_container=self.zip_container)
-        except Exception as error:
+        except ours(Exception) as error:
             self.fail(error)
 
     def _save_shared(self, state_dict: object, path: str, shared: SharedFile) -> bool:
@@ -191,7 +192,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
                 self._saves.append(save)
             else:
                 distributed.save(state_dict, path, group=group, writers=writers)
-        except Exception as error:
+        except ours(Exception) as error:
             text = f"{path}: one rank writes it alone, as without data_parallel: {error}"
             warnings.warn(text, UserWarning, stacklevel=2)
             return not shared.is_first
@@ -221,7 +222,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         if self._failure is None:
             try:
                 sync_folders(self._folders)
-            except OSError as error:
+            except ours(OSError) as error:
                 self.fail(error)
         failure, self._failure = self._failure, None
         _raise_on_all(failure, f"checkpoint {info.tag}")
@@ -262,7 +263,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         if dist.get_rank() == 0 and self.info is not None:
             try:
                 replace_bytes(os.path.join(save_dir, _LATEST), self.info.tag.encode())
-            except OSError as error:
+            except ours(OSError) as error:
                 failure = error
         _raise_on_all(failure, _LATEST)
 
@@ -419,7 +420,7 @@ def _copy_recovery_script(engine: Any, save_path: str) -> None:
     """Call DeepSpeed's method, but let a full disk fail on all ranks, not on rank 0 alone."""
     try:
         type(engine)._copy_recovery_script(engine, save_path)
-    except OSError as error:
+    except ours(OSError) as error:
         engine.checkpoint_engine.fail(error)
 
 

@@ -12,7 +12,6 @@ torch without a patch are left to Lightning's `TorchCheckpointIO`. No `install()
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import os
@@ -30,6 +29,7 @@ from fastserial.config import current, options
 from fastserial.files.durable import make_folder
 from fastserial.files.nodes import is_node, open_node
 from fastserial.import_hook import when_imported
+from fastserial.interrupts import ours, suppress
 from fastserial.overlap.asynchronous import check_budget, start_save
 from fastserial.overlap.pending import PendingSave
 from fastserial.patching.install import patched
@@ -245,7 +245,7 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
                 return
             try:
                 _remove(local)
-            except OSError as error:
+            except ours(OSError) as error:
                 _log.warning("%s: an old checkpoint stays: %s", local, error)
 
     def teardown(self) -> None:
@@ -312,7 +312,7 @@ def _remove(local: str) -> None:
     if os.path.isdir(local) and not os.path.islink(local):
         shutil.rmtree(local)
         return
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         os.unlink(local)
 
 

@@ -19,7 +19,6 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial, wraps
 from pathlib import Path
@@ -32,6 +31,7 @@ from fastserial.checkpoints.verify import checkpoints_in, verify
 from fastserial.checkpoints.verify.file_list import MARK, file_lists_in
 from fastserial.errors import FastserialError
 from fastserial.files.durable import replace_bytes, sync_folders
+from fastserial.interrupts import Descriptors, ours, suppress
 
 if TYPE_CHECKING:
 
@@ -142,7 +142,7 @@ class CheckpointCallback(CallbackBase):
         if folder and int(args.local_process_index) == 0:
             try:
                 _sync(folder)
-            except OSError as error:
+            except ours(OSError) as error:
                 failure = error
         if _on_any_rank(failure is not None):
             raise failure or IncompleteCheckpointError(
@@ -235,7 +235,7 @@ def is_complete(folder: str | os.PathLike[str]) -> bool:
         return files is not None and all(
             os.path.getsize(os.path.join(folder, name)) == size for name, size in files.items()
         )
-    except OSError:
+    except ours(OSError):
         return False
 
 
@@ -244,7 +244,7 @@ def _marked_files(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     try:
         with open(os.path.join(folder, MARK), encoding="utf-8") as file:
             files = json.load(file)["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except ours(OSError, ValueError, KeyError, TypeError):
         return None
     return files if isinstance(files, dict) else None
 
@@ -254,7 +254,7 @@ def _is_whole(folder: Path) -> bool:
     try:
         state = json.loads((folder / _LAST_WRITTEN).read_text("utf-8"))
         whole = folder.name == f"checkpoint-{state['global_step']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except ours(OSError, ValueError, KeyError, TypeError):
         return False
     names = [*checkpoints_in(folder), *file_lists_in(folder)]
     whole = whole and bool(names) and not (folder / _SENTINEL).exists()
@@ -312,11 +312,8 @@ def _sync(folder: Path) -> None:
     folders = {str(folder)}
     for path in _files(folder):
         folders.add(str(path.parent))
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        with Descriptors() as opened:
+            os.fsync(opened.open(path, os.O_RDONLY))
     sync_folders(folders)
 
 

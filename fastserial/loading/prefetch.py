@@ -41,7 +41,7 @@ from fastserial.formats.zip_format import (
     Directory,
     RecordEntry,
 )
-from fastserial.interrupts import raised_by_handler
+from fastserial.interrupts import finish_after, ours
 from fastserial.loading.pump import Block
 from fastserial.loading.reader import (
     CheckedSink,
@@ -290,7 +290,7 @@ class Prefetch:
             pump.flush()
         except BaseException as error:
             self._blocks = iter(())
-            pump.close()
+            finish_after(error, pump.close)
             if error is not pump.error:
                 raise  # of a signal handler
             self.error = error
@@ -312,9 +312,7 @@ class Prefetch:
             self._unread.remove(group)
             try:
                 blocks = list(plan_blocks(self._allocated(group), self._pump))
-            except (RuntimeError, MemoryError) as error:  # if it is needed, torch will say so
-                if raised_by_handler(error):
-                    raise
+            except ours(RuntimeError, MemoryError) as error:  # if it is needed, torch will say so
                 group.records.clear()
                 self.error = error.with_traceback(None)  # which would keep memory
                 return
@@ -418,7 +416,7 @@ def _groups_of(entries: Sequence[RecordEntry]) -> list[_RecordGroup]:
 def _order(entry: RecordEntry, index: int) -> int:
     try:
         return int(entry.name[len("data/") :][:_DIGITS])
-    except ValueError:
+    except ours(ValueError):
         return index
 
 

@@ -13,7 +13,6 @@ is cut into spans. Each is read in order on the descriptor of its lane, and the 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -40,7 +39,7 @@ from fastserial.files.linux import (
     preadv,
     reads_through_cache,
 )
-from fastserial.interrupts import Descriptors, finish, raised_by_handler
+from fastserial.interrupts import Descriptors, finish, is_foreign, suppress
 from fastserial.memory.buffers import Buffer, BufferPool
 from fastserial.reasons import SEE_DOCTOR, Reason
 from fastserial.reports import HOST_ONLY, Transfer
@@ -136,7 +135,7 @@ class ReadPolicy:
             return
         if (cached_fraction(self._fd, first, stop - first) or 0.0) >= MOSTLY_CACHED:
             return
-        with contextlib.suppress(OSError):  # without /proc, or with no descriptor left
+        with suppress(OSError):  # without /proc, or with no descriptor left
             while len(self.lanes) < min(self._config.queue_depth, LANES):
                 self.lanes.append(linux.reopen(self._fd, os.O_RDONLY, self._lane_files))
 
@@ -527,7 +526,7 @@ class Pump:
         refused = isinstance(error, OSError) and error.errno == errno.EINVAL
         if not (direct and refused) or request.moved:
             if isinstance(error, Exception):
-                self.error = error
+                self._note(error)
             raise error
         self.policy.refuse_direct()
         try:
@@ -538,7 +537,7 @@ class Pump:
 
     def _note(self, error: Exception) -> None:
         """Record what ended the reading, unless a signal handler raised it on this thread."""
-        if not raised_by_handler(error):
+        if not is_foreign(error):
             self.error = error
 
     def _count(self, request: Request, direct: bool) -> None:

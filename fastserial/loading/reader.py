@@ -29,7 +29,7 @@ from fastserial.errors import CorruptCheckpointError
 from fastserial.files import linux
 from fastserial.files.sources import FileStamp, file_name, stamp
 from fastserial.formats.source import naming, read_to
-from fastserial.interrupts import Descriptors, finish
+from fastserial.interrupts import Descriptors, finish, finish_after, ours
 from fastserial.loading.pump import Block, Pump, ReadCounts, Target
 from fastserial.memory.buffers import Buffer, host_buffer, own_buffer
 from fastserial.memory.storages import HostMemory, is_on_host, memmove, synchronize
@@ -470,10 +470,10 @@ class FastFileReader:
             blocks.read(plan_blocks(extents, blocks))
             if self.ring is not None:
                 self.ring.settle()
-        except BaseException:
+        except BaseException as error:
             # No read may be in progress into memory that others use from here on: torch, which
             # reads into the same storages instead, or their owner.
-            blocks.close()
+            finish_after(error, blocks.close)
             raise
 
     def check_unchanged(self) -> None:
@@ -499,8 +499,8 @@ class FastFileReader:
     def __enter__(self) -> FastFileReader:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        finish_after(error, self.close)
 
 
 class OccasionalReader:
@@ -585,7 +585,7 @@ def _translated(name: str) -> Iterator[None]:
     try:
         with naming(name):
             yield
-    except OSError as error:
+    except ours(OSError) as error:
         if error.filename is not None:
             raise
         number = error.errno or errno.EIO
@@ -603,7 +603,9 @@ def _open(
     text = name or file_name(source, fd)
     try:
         return text, linux.reopen(fd, os.O_RDONLY, files)
-    except OSError:  # without /proc, or after privileges were dropped: positions are never used
+    except ours(
+        OSError
+    ):  # without /proc, or after privileges were dropped: positions are never used
         return text, files.duplicate(fd)
 
 

@@ -29,7 +29,7 @@ from fastserial.files.linux import cached_fraction
 from fastserial.files.sources import FileSource, file_source
 from fastserial.formats.source import DescriptorSource, ObjectSource, Source
 from fastserial.formats.zip_format import LOCAL_SIGNATURE
-from fastserial.interrupts import finish
+from fastserial.interrupts import finish_after, ours
 from fastserial.loading.prefetch import FastZipReader, Prefetch
 from fastserial.loading.pump import ReadCounts
 from fastserial.loading.reader import FastFileReader, report_load
@@ -112,8 +112,9 @@ class LoadSession:
         file: BinaryIO = self.opener.__enter__()
         try:
             self._begin(file)
-        except BaseException:  # then `with` calls no `__exit__`
-            finish(self._release, partial(self.opener.__exit__, *sys.exc_info()))
+        except BaseException as error:  # then `with` calls no `__exit__`
+            leave = partial(self.opener.__exit__, type(error), error, error.__traceback__)
+            finish_after(error, self._release, leave)
             raise
         return file
 
@@ -134,7 +135,7 @@ class LoadSession:
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         _open.loads = [load for load in _open.loads if load() not in (None, self)]
         try:
-            finish(self._release)
+            finish_after(error, self._release)
             if kind is None and (self.used or self._is_legacy()):
                 if self.config.verify_on_load:
                     self._judge()
@@ -153,7 +154,7 @@ class LoadSession:
             self.fallback = _LEGACY
             try:
                 head = os.pread(source.fd, len(LOCAL_SIGNATURE), source.start)
-            except OSError:  # the program has closed it
+            except ours(OSError):  # the program has closed it
                 return False
         return head != LOCAL_SIGNATURE
 
@@ -283,7 +284,7 @@ def device_of(map_location: Any, stock: Any) -> torch.device | None:
         return None  # torch is not asked for its devices: that would initialize CUDA
     try:
         device = torch.device(map_location)
-    except RuntimeError:  # torch will say so
+    except ours(RuntimeError):  # torch will say so
         return None
     module: Any = getattr(torch, device.type, None)
     if not has_streams(device) or not module.is_available():

@@ -33,7 +33,7 @@ import torch
 from torch import _weights_only_unpickler as torchs
 
 from fastserial.config import current
-from fastserial.interrupts import raised_by_handler
+from fastserial.interrupts import ours
 
 # Opcodes of fixed length: containers, marks, None, True, False, REDUCE, BINPERSID; short
 # puts and gets, ints, floats. Runs are short, since the expression keeps a record of each step.
@@ -276,8 +276,8 @@ class WeightsOnlyUnpickler(torchs.Unpickler):
                 del plain
                 if all(call() is None for call in loaned):
                     return value
-            except Exception as error:
-                if error is plain.failure or raised_by_handler(error):
+            except ours(Exception) as error:
+                if error is plain.failure:
                     raise
         return cast("Any", super()).load()
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from fastserial.config import PAST_HOST, Config, current
 from fastserial.config.performance import PAGE, PINNED_MOST, PINNED_RING, THROUGH_RING
 from fastserial.errors import EngineError
-from fastserial.interrupts import finish
+from fastserial.interrupts import Locked, cleanup, finish, finish_after, ours, suppress
 from fastserial.memory import devices
 from fastserial.memory.devices import Pinned
 from fastserial.memory.storages import StorageMemory, memmove
@@ -68,7 +68,7 @@ class BufferPool:
     def __init__(self, count: int, nbytes: int) -> None:
         """Map `count` buffers of `nbytes` bytes (a multiple of the page size) each."""
         self._map = mmap.mmap(-1, count * nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # fewer faults, and fewer pages to pin for direct I/O
+        with suppress(OSError):  # fewer faults, and fewer pages to pin for direct I/O
             self._map.madvise(mmap.MADV_HUGEPAGE)
         anchor = ctypes.c_char.from_buffer(self._map)
         self._anchor: ctypes.c_char | None = anchor
@@ -267,7 +267,7 @@ class PinnedStore:
         Raises:
             RuntimeError: the system has none.
         """
-        with self._lock:
+        with Locked(self._lock):
             if self._kept:
                 return self._kept.pop()
             if (len(self._all) + 1) * PINNED_RING > PINNED_MOST:
@@ -278,12 +278,12 @@ class PinnedStore:
 
     def give(self, pinned: Pinned) -> None:
         """Keep memory that nothing uses any more, for the next ring."""
-        with self._lock:
+        with Locked(self._lock):
             self._kept.append(pinned)
 
     def free(self) -> int:
         """Free what is not in use, and return how many bytes that was."""
-        with self._lock:
+        with Locked(self._lock):
             nbytes = sum(pinned.nbytes for pinned in self._kept)
             self._kept.clear()
         if nbytes:
@@ -357,8 +357,8 @@ def open_ring(
         return None, Transfer("cpu_gpu", ring)
     try:
         ring.join(used_devices)
-    except BaseException:
-        ring.close()
+    except BaseException as error:
+        finish_after(error, ring.close)
         raise
     return ring, Transfer(word, why)
 
@@ -377,7 +377,7 @@ def _new_ring(
             return f"torch has no streams for {device.type}"
     try:
         pinned = pinned_store.take()
-    except RuntimeError as error:
+    except ours(RuntimeError) as error:
         return f"no pinned memory: {error}"
     if pinned is None:
         return "other saves or loads use the pinned memory"
@@ -401,7 +401,7 @@ def copy_to_host(memory: StorageMemory, address: int, start: int, length: int) -
     size = config.block_size
     under_way: deque[tuple[Buffer, int]] = deque()
     at = 0
-    try:
+    with cleanup(ring.close):
         while at < length or under_way:
             if at < length and ring.free:
                 buffer = ring.take()
@@ -414,5 +414,3 @@ def copy_to_host(memory: StorageMemory, address: int, start: int, length: int) -
             memmove(address + done, buffer.address, min(size, length - done))
             ring.give(buffer)
         memory.check()
-    finally:
-        ring.close()

@@ -21,6 +21,7 @@ from fastserial.config.performance import (
     SLOW_TOUCHES,
     TIMED_STEP,
 )
+from fastserial.interrupts import ours
 
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PR_GET_THP_DISABLE = 42
@@ -110,7 +111,7 @@ def refused() -> str | None:
         return "they are switched off for this process (PR_SET_THP_DISABLE)"
     try:
         setting = SWITCH.read_text()
-    except OSError:
+    except ours(OSError):
         return "this kernel has no transparent huge pages"
     return f"{SWITCH} says never" if "[never]" in setting else None
 

@@ -10,7 +10,6 @@ own thread, and the saving thread would wait for it as well. They are changed by
 from __future__ import annotations
 
 import atexit
-import contextlib
 import contextvars
 import logging
 import os
@@ -22,7 +21,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from fastserial.errors import FastserialError
-from fastserial.interrupts import Background
+from fastserial.interrupts import Background, ours, suppress
 from fastserial.memory.held_settings import Hold, quick_switches
 from fastserial.reports import SaveReport
 
@@ -109,7 +108,7 @@ class PendingSave(Future[SaveReport]):
         """Wait for the end; its error still counts as one that no caller has seen."""
         try:
             return super().exception(timeout)
-        except FutureTimeoutError:  # before Python 3.11 no builtin
+        except ours(FutureTimeoutError):  # before Python 3.11 no builtin
             raise TimeoutError(f"{self._path}: not saved within {timeout} seconds") from None
 
 
@@ -184,7 +183,7 @@ def run_in_background(
         thread.daemon = False
         try:
             thread.start()
-        except RuntimeError:  # a limit on threads
+        except ours(RuntimeError):  # a limit on threads
             turns.end()
             _drop(_pending, save)
         else:
@@ -248,7 +247,7 @@ def _run(
 
 
 def _drop(saves: list[PendingSave], save: PendingSave) -> None:
-    with contextlib.suppress(ValueError):
+    with suppress(ValueError):
         saves.remove(save)
 
 

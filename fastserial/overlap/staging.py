@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fastserial.files.linux import available_bytes
+from fastserial.interrupts import Locked, ours
 
 _LARGER = 2  # a kept region is used for as few as one part in so many of its bytes,
 _LITTLE = 1024 * 1024  # or up to so many more
@@ -96,7 +97,7 @@ class Staging:
         """
         if nbytes > self._room(budget):
             return None
-        with self._lock:
+        with Locked(self._lock):
             most = nbytes * _LARGER + _LITTLE
             fitting = [region for region in self._free if nbytes <= region.nbytes <= most]
             if fitting:
@@ -110,7 +111,7 @@ class Staging:
                     self._free.pop()
                 try:
                     region = HostRegion(nbytes)
-                except OSError:
+                except ours(OSError):
                     return None
             for ref in [ref for ref in list(self._used) if ref() is None]:
                 self._used.discard(ref)
@@ -137,7 +138,7 @@ class Staging:
 
     def give(self, region: HostRegion) -> None:
         """Keep a region for the next save."""
-        with self._lock:
+        with Locked(self._lock):
             self._used.discard(weakref.ref(region))
             region.forget()
             self._free.append(region)

@@ -20,6 +20,7 @@ from typing import Any
 
 from fastserial import import_hook
 from fastserial.errors import PatchError, UnsupportedTorchWarning
+from fastserial.interrupts import Locked
 from fastserial.memory.held_settings import paused_collection
 from fastserial.patching.patches import Installation, Swap, prepare
 
@@ -94,7 +95,7 @@ def install(*, strict: bool = False, **options: Any) -> bool:
     config.set_installed(**options)
     reason = switch_on(strict)
     if reason is not None:
-        with _lock:
+        with Locked(_lock):
             first_time = reason not in _warned
             _warned.add(reason)
         if first_time:
@@ -110,7 +111,7 @@ def switch_on(strict: bool = False) -> str | None:
     """
     global _installation, _reason
     _import()
-    with paused_collection(), _lock:  # what is made stays: no reason to collect
+    with paused_collection(), Locked(_lock):  # what is made stays: no reason to collect
         # not in force: uninstalled by other means, e.g. importlib.reload
         if _installation is None or not _installation.in_force:
             try:
@@ -141,7 +142,7 @@ def uninstall() -> bool:
     from fastserial import config
 
     config.forget_installed()
-    with _lock:
+    with Locked(_lock):
         if _installation is None:
             return False
         found = _installation.swaps
@@ -189,7 +190,7 @@ def status() -> PatchStatus:
     """
     # a torch halfway through its own import has no version yet
     version = str(getattr(sys.modules.get("torch"), "__version__", "")) or None
-    with _lock:
+    with Locked(_lock):
         found = _installation
         if found is None or not found.in_force:
             reason = _reason or "other code replaced all of our functions"
@@ -217,7 +218,7 @@ def patched(name: str) -> Callable[..., Any] | None:
     """
     global _ready
     _import()
-    with _lock:
+    with Locked(_lock):
         found = _installation or _ready
         if found is None:
             try:

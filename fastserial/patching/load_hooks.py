@@ -7,7 +7,6 @@ Names and arguments are part of every file in `patches/`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import resource
@@ -31,7 +30,7 @@ from fastserial.formats.zip_format import (
     read_places,
     storage_records,
 )
-from fastserial.interrupts import raised_by_handler
+from fastserial.interrupts import ours, suppress
 from fastserial.loading.prefetch import FastZipReader, Prefetch
 from fastserial.loading.session import (
     NO_PLAIN_FILE,
@@ -73,12 +72,10 @@ def zip_reader(stock: Any, map_location: Any, overall_storage: Any) -> Any:
             reader = _fast_reader(load, stock, map_location)
         if load.config.verify_on_load and reader is stock:
             reader = _checking_reader(load, stock, overall_storage)
-    except CorruptCheckpointError as error:
+    except ours(CorruptCheckpointError) as error:
         error.path = error.path or load.name
         raise
-    except Exception as error:  # a load that torch can do must not fail here
-        if raised_by_handler(error):
-            raise
+    except ours(Exception) as error:  # a load that torch can do must not fail here
         load.fallback = str(error)
     if reader is not stock and load.prefetch is not None:
         load.prefetch.start()  # outside of `try`: what it raises is a signal handler's
@@ -118,7 +115,7 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
     few = min(FEW_BYTES, config.small_file)
     if source.size < count * few and sized and not config.verify_on_load:
         # torch reads them faster than we could find them
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.posix_fadvise(source.fd, 0, 0, os.POSIX_FADV_WILLNEED)
         load.fallback = Reason("many small records", QUICKER)
         load.pause.begin()  # many objects, few bytes, a short load
@@ -152,7 +149,7 @@ def _known_records(load: LoadSession, source: Source, count: int) -> Directory |
     """
     try:
         directory = read_places(source)
-    except CheckpointFileError as error:  # torch's reader may be less strict
+    except ours(CheckpointFileError) as error:  # torch's reader may be less strict
         if load.config.verify_on_load and isinstance(error, CorruptCheckpointError):
             raise
         load.unverified = str(error)
@@ -201,7 +198,5 @@ def _read_ahead(
     try:
         reader = load.open_reader(source)
         load.prefetch = Prefetch(reader, records, load.config.verify_on_load, device)
-    except Exception as error:  # no such engine, no memory: what torch reads is verified, too
-        if raised_by_handler(error):
-            raise
+    except ours(Exception) as error:  # no such engine, no memory: what torch reads is verified, too
         load.fallback = str(error)

@@ -24,6 +24,7 @@ from fastserial.formats.extents import storage_extents
 from fastserial.formats.safetensors import METADATA, TYPE_NAMES, header_bytes
 from fastserial.formats.tensors import ITEM_BYTES
 from fastserial.import_hook import when_imported
+from fastserial.interrupts import ours
 from fastserial.memory.storages import HostMemory, batch_of
 from fastserial.patching import save_hooks
 from fastserial.patching.patches import Swap
@@ -68,12 +69,12 @@ def _imported(module: ModuleType) -> None:
     try:
         _ranks = _learn_order(importlib.import_module("safetensors"))
         stock = getattr(module, _FUNCTION)
-    except Exception as error:  # must not break the import; older releases pass copies
+    except ours(Exception) as error:  # must not break the import; older releases pass copies
         _log.warning("safetensors stays as it is; fastserial needs release 0.8 or later: %r", error)
         return
-    ours = functools.partial(_serialize_file, stock)
-    _swap = Swap(vars(module), _FUNCTION, stock, ours)
-    setattr(module, _FUNCTION, ours)
+    replacement = functools.partial(_serialize_file, stock)
+    _swap = Swap(vars(module), _FUNCTION, stock, replacement)
+    setattr(module, _FUNCTION, replacement)
 
 
 def _learn_order(package: Any) -> dict[str, int]:
@@ -91,13 +92,13 @@ def _learn_order(package: Any) -> dict[str, int]:
             specs[dtype] = package.TensorSpec(
                 dtype=dtype, shape=[1], data_ptr=address, data_len=nbytes
             )
-        except (ValueError, package.SafetensorError):  # unknown to this release
+        except ours(ValueError, package.SafetensorError):  # unknown to this release
             continue
     metadata = {"é\n\x01": '"'}
     theirs = bytes(package.serialize(specs, metadata=metadata))
     ordered = sorted(specs, key=lambda dtype: theirs.index(f'"{dtype}":'.encode()))
-    ours = header_bytes([(one, one, (1,), ITEM_BYTES[one]) for one in ordered], metadata)
-    if not theirs.startswith(ours):
+    made = header_bytes([(one, one, (1,), ITEM_BYTES[one]) for one in ordered], metadata)
+    if not theirs.startswith(made):
         raise ValueError("it writes another header")
     return {dtype: rank for rank, dtype in enumerate(ordered)}
 

@@ -22,6 +22,7 @@ from fastserial.errors import WriteError
 from fastserial.files.destination import StockWay, open_destination
 from fastserial.formats.zip_format import DESCRIPTOR_SIGNATURE
 from fastserial.formats.zip_layout import MAX_ALIGNMENT, archive_name
+from fastserial.interrupts import ours
 from fastserial.memory.storages import device_types
 from fastserial.patching import load_hooks
 from fastserial.patching.self_check import self_check
@@ -192,7 +193,7 @@ def open_writer(
             named=needs_name(config),
             retry_seconds=config.retry_seconds,
         )
-    except WriteError as error:
+    except ours(WriteError) as error:
         scarce = error.errno in (errno.EMFILE, errno.ENFILE)
         if not scarce or (replace_link and os.path.islink(target)):  # torch would follow it
             raise

@@ -7,7 +7,6 @@ record names, in each save.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import stat
@@ -20,6 +19,7 @@ import torch
 from fastserial.checksums import crc32
 from fastserial.config.performance import COPIED_RECORD, SMALL_FILE, KiB
 from fastserial.formats.zip_layout import ZipLayout, ZipPlan
+from fastserial.interrupts import suppress
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import (
     Batch,
@@ -223,7 +223,7 @@ def _names_hash(names: Collection[str]) -> str:
 
 
 def _discarding_writer() -> Any:
-    with contextlib.suppress(OSError, RuntimeError):  # no such device, or no descriptor free
+    with suppress(OSError, RuntimeError):  # no such device, or no descriptor free
         # torch would create a missing one as an ordinary file, which other programs would then fill
         if stat.S_ISCHR(os.stat(os.devnull).st_mode):
             return new_writer(os.devnull, DEFAULT_ALIGNMENT)

@@ -48,7 +48,7 @@ from fastserial.files.linux import (
     write_all,
 )
 from fastserial.formats.extents import Data, Extent
-from fastserial.interrupts import Descriptors, finish
+from fastserial.interrupts import Descriptors, finish, ours
 from fastserial.memory.buffers import BufferPool, on_host, open_ring
 from fastserial.memory.held_settings import Hold, paused_collection, quick_switches
 from fastserial.memory.storages import StorageMemory
@@ -375,7 +375,7 @@ class ExtentWriter:
         route = choose_route(self._fd, self._files, self._config, self._expected)
         try:
             self._queue = RequestQueue.open(route, self._devices)
-        except (MemoryError, OSError) as error:
+        except ours(MemoryError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in _SCARCE:
                 raise
             return self._take(route.without_engine(error))

@@ -30,7 +30,7 @@ from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.config.performance import CLONED_PIECE, FILL_CHUNK, PAGE
 from fastserial.formats.extents import Data, Extent
-from fastserial.interrupts import Background, Descriptors, finish
+from fastserial.interrupts import Background, Descriptors, cleanup, ours
 from fastserial.reasons import Reason
 
 _FICLONERANGE = 0x4020940D
@@ -77,7 +77,7 @@ class Base:
             found = os.fstat(self._fd)
             self._size = found.st_size if stat.S_ISREG(found.st_mode) else 0
             self._block = max(PAGE, os.fstatvfs(self._fd).f_bsize)
-        except OSError as error:
+        except ours(OSError) as error:
             what = f"the base cannot be read: {error.strerror}"
             self.reason = Reason(what, "name a checkpoint that exists")
 
@@ -123,12 +123,10 @@ class Base:
             except BaseException as error:
                 errors.append(error)
 
-        try:
+        with cleanup(self.stop):
             for _ in range(min(config.threads, len(turns)) - 1):
                 self._threads.start(work)
             work()
-        finally:
-            finish(self.stop)
         if errors:
             raise errors.pop()  # or it would keep this frame, and this frame it
         self._rest = [piece for piece, _ in pieces if piece.offset not in cloned]
@@ -162,7 +160,7 @@ class Base:
         """Clone a range; False if the file system cannot."""
         try:
             clone_range(fd, self._fd, offset, nbytes)
-        except OSError as error:
+        except ours(OSError) as error:
             what = f"nothing can be cloned from the base: {error.strerror}"
             self.reason = Reason(what, _ON_ONE_DISK)
             return False
@@ -194,7 +192,7 @@ class _Comparison:
             source.memory.copy_to(self._addresses[0], start + done, size)
             try:
                 read = os.preadv(self._fd, [memoryview(self._theirs)[:size]], at + offset + done)
-            except OSError:  # the disk fails: what is there is not known to be the same
+            except ours(OSError):  # the disk fails: what is there is not known to be the same
                 return None
             if read != size or _memcmp(*self._addresses, size):
                 return None

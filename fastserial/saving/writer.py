@@ -31,7 +31,7 @@ from fastserial.files.destination import (
 from fastserial.files.linux import reserve
 from fastserial.formats.extents import Extent, Literal, element_counts, renewed, storage_extents
 from fastserial.formats.zip_layout import ZipPlan
-from fastserial.interrupts import finish
+from fastserial.interrupts import finish, finish_after, is_foreign, ours
 from fastserial.memory.storages import storage_batch, synchronize
 from fastserial.progress import ProgressBar
 from fastserial.reports import SaveReport, SnapshotReport, publish_save
@@ -291,7 +291,7 @@ class FastFileWriter:
             try:
                 self.write_plan(plan)
                 self.close()
-            except WriteError as error:
+            except ours(WriteError) as error:
                 retries = self._destination.retries
                 if retries is None or not retries.wait(error):
                     raise
@@ -386,7 +386,7 @@ class FastFileWriter:
         """Discard because of an error that the caller raises; a `close` then does nothing."""
         name_in(error, self.name)
         self._failed = True
-        self.abort()
+        finish_after(error, self.abort)
 
     def __enter__(self) -> FastFileWriter:
         return self
@@ -457,20 +457,16 @@ class FastFileWriter:
         """Run a step of a phase of the save, and count its seconds; an error ends the save.
 
         Raises:
-            WriteError: instead of an `OSError`.
+            WriteError: instead of the `OSError` of a system call.
         """
         began = perf_counter()
         try:
             step(*arguments)
         except BaseException as error:
-            try:
-                self.fail(error)
-            except OSError as another:
-                if isinstance(error, Exception):  # an interrupt stays one
-                    error = another
-            if isinstance(error, OSError) and not isinstance(error, WriteError):
-                raise save_error(error, self._destination, self._expected) from error
-            raise
+            self.fail(error)
+            if not isinstance(error, OSError) or isinstance(error, WriteError) or is_foreign(error):
+                raise
+            raise save_error(error, self._destination, self._expected) from error
         finally:
             self._phases[phase] = self._phases.get(phase, 0.0) + perf_counter() - began
 

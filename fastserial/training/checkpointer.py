@@ -18,6 +18,7 @@ from fastserial.errors import (
     CorruptCheckpointError,
     UnreadableCheckpointError,
 )
+from fastserial.interrupts import ours
 from fastserial.overlap.asynchronous import check_budget
 from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import (
@@ -389,13 +390,13 @@ class Checkpointer:
             tried.add(candidate)
             try:
                 found = self._read_or_fetch(candidate, wanted)
-            except FileNotFoundError as error:
+            except ours(FileNotFoundError) as error:
                 try:
                     self._on_main(os.stat, self._folder.file(candidate))
-                except FileNotFoundError:
+                except ours(FileNotFoundError):
                     continue
                 raise error from None  # by code of the user's: the file is there
-            except CheckpointFileError as error:
+            except ours(CheckpointFileError) as error:
                 self._manager.damaged.add(candidate)
                 other = isinstance(error, UnreadableCheckpointError)
                 refused = error if refused is None or not other else refused
@@ -441,7 +442,7 @@ class Checkpointer:
         path = self._folder.file(step)
         try:
             return self._ranks.read(wanted, path)
-        except CorruptCheckpointError:
+        except ours(CorruptCheckpointError):
             if self._mirror is None:
                 raise
             self._on_main(self._manager.fetch, step)
@@ -513,7 +514,7 @@ class Checkpointer:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.close()
-        except Exception as another:
+        except ours(Exception) as another:
             if error is None:
                 raise
             _log.error(

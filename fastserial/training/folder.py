@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import gc
 import logging
@@ -27,6 +26,7 @@ from fastserial.errors import (
 from fastserial.files.destination import remove_leftover
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip_format import read_directory
+from fastserial.interrupts import ours, suppress
 
 if TYPE_CHECKING:
     from fastserial.training.mirror import Mirror
@@ -188,7 +188,7 @@ class CheckpointFolder:
         """Return when a step's file was written (`time.time`); None if it no longer exists."""
         try:
             return os.stat(self.file(step)).st_mtime
-        except OSError:
+        except ours(OSError):
             return None
 
     def sizes(self) -> dict[int, int]:
@@ -199,7 +199,7 @@ class CheckpointFolder:
         """
         found = {}
         for step in self.steps():
-            with contextlib.suppress(OSError):  # it no longer exists
+            with suppress(OSError):  # it no longer exists
                 found[step] = os.path.getsize(self.file(step))
         return found
 
@@ -207,11 +207,11 @@ class CheckpointFolder:
         """Return whether a file is not truncated: the directory of the archive is at its end."""
         try:
             fd = os.open(self.file(step), os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
+        except ours(OSError):
             return False
         try:
             read_directory(DescriptorSource(fd), headers=False)
-        except (OSError, CheckpointFileError):
+        except ours(OSError, CheckpointFileError):
             return False
         finally:
             os.close(fd)
@@ -224,7 +224,7 @@ class CheckpointFolder:
             OSError: a file cannot be removed.
         """
         for step in steps:
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 os.unlink(self.file(step))
 
     def sweep(self) -> None:
@@ -238,7 +238,7 @@ class CheckpointFolder:
         try:
             with os.scandir(self.path) as entries:
                 yield from entries
-        except FileNotFoundError:
+        except ours(FileNotFoundError):
             return
 
 
@@ -248,7 +248,7 @@ def _pattern(name: str) -> re.Pattern[str]:
         parts = list(string.Formatter().parse(name))
         fields = [field for _, field, _, _ in parts if field is not None]
         is_usual = fields == ["step"] and os.path.basename(name) == name and name.format(step=7)
-    except (ValueError, KeyError, IndexError):
+    except ours(ValueError, KeyError, IndexError):
         is_usual = False
     if not is_usual or is_usual == name.format(step=8):
         raise ConfigError(
@@ -275,22 +275,22 @@ def _open_lock(folder: str) -> int | None:
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
-    except OSError:
+    except ours(OSError):
         try:
             fd = os.open(path, os.O_RDONLY | flags)  # it belongs to another user
-        except OSError:
+        except ours(OSError):
             return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except ours(BlockingIOError):
         owner = os.pread(fd, 300, 0).decode(errors="replace")
         os.close(fd)
         owner = f"process {owner}" if owner else "another process"
         raise _in_use(folder, owner, "end that process") from None
-    except OSError:
+    except ours(OSError):
         os.close(fd)
         return None
-    with contextlib.suppress(OSError):  # it only names the owner
+    with suppress(OSError):  # it only names the owner
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()} on {os.uname().nodename}".encode(), 0)
     return fd
@@ -355,7 +355,7 @@ class FolderManager:
         if self._on_saved is not None:
             try:
                 self._on_saved(step, path)
-            except Exception:
+            except ours(Exception):
                 _log.exception("%s: on_saved failed", path)
         if self.mirror is not None:
             self.mirror.add(step, metrics, self.prune)
@@ -380,7 +380,7 @@ class FolderManager:
             surplus = self._retention.surplus(steps, self.stale, age, self._value_of)
             waiting = () if self.mirror is None else filter(self.mirror.is_waiting, surplus)
             self.folder.remove({*surplus} - {newest, *waiting})
-        except OSError as error:
+        except ours(OSError) as error:
             _log.warning("an old checkpoint in %s stays: %s", self.folder.path, error)
 
     def _value_of(self, step: int) -> float | None:
@@ -390,7 +390,7 @@ class FolderManager:
             self._values[step] = None
             try:
                 self._values[step] = _own_entry(path).get("metrics", {}).get(self._metric)
-            except (OSError, FastserialError) as error:
+            except ours(OSError, FastserialError) as error:
                 _log.warning("%s: its metrics cannot be read: %s", path, error)
         return self._values[step]
 
@@ -435,7 +435,7 @@ class FolderManager:
         here = self._newest(tried)
         try:
             there = self.mirror.steps()
-        except RemoteError as error:
+        except ours(RemoteError) as error:
             if here is None:
                 raise
             warnings.warn(f"the mirror is not used: {error}", RuntimeWarning, stacklevel=5)
@@ -457,9 +457,9 @@ class FolderManager:
             if self.mirror is not None:
                 self.mirror.fetch(step)
                 return True
-        except FileNotFoundError:
+        except ours(FileNotFoundError):
             pass
-        except CorruptCheckpointError as error:
+        except ours(CorruptCheckpointError) as error:
             warnings.warn(f"a copy in the mirror is damaged: {error}", RuntimeWarning, stacklevel=5)
         return False
 

@@ -34,7 +34,7 @@ from fastserial.errors import (
 )
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip_format import read_places
-from fastserial.interrupts import Descriptors
+from fastserial.interrupts import Descriptors, ours
 from fastserial.nests import is_object, rebuilt, walk
 from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import OWN, CheckpointFolder
@@ -199,7 +199,7 @@ class ManyRanks(SingleProcess):
                     found = crc32(os.pread(fd, record.size, record.data_offset))
                     check_crc(found, record.crc, path, record.name, record.data_offset)
                 value = index_of_file(fd, path).value
-        except (FileNotFoundError, CheckpointFileError) as error:
+        except ours(FileNotFoundError, CheckpointFileError) as error:
             return error, []
         own = value.pop(OWN, None) if isinstance(value, dict) else None
         if not isinstance(own, Mapping):

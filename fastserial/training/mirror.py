@@ -18,6 +18,7 @@ from typing import Any
 from fastserial.checksums import crc32, crc_mismatch
 from fastserial.errors import CorruptCheckpointError, RemoteError
 from fastserial.files.remote import remote_folder
+from fastserial.interrupts import Locked, ours
 from fastserial.saving.writer import FastFileWriter
 from fastserial.training.folder import CheckpointFolder, Retention
 
@@ -76,7 +77,7 @@ class Mirror:
             step, metrics: of the checkpoint.
             uploaded: called on the uploading thread after each upload.
         """
-        with self._lock:
+        with Locked(self._lock):
             self._waiting[step] = metrics
             if self._thread is None or not self._thread.is_alive():  # in a forked child it is not
                 thread = threading.Thread(
@@ -102,7 +103,7 @@ class Mirror:
             self._caught_up = True
             self._catch_up()
         while True:
-            with self._lock:
+            with Locked(self._lock):
                 if not self._waiting:
                     self._thread = None
                     return
@@ -112,12 +113,12 @@ class Mirror:
                 if self._is_wanted(step, metrics):
                     self._upload_within_timeout(step, metrics)
                 self._failed.pop(step, None)
-            except FileNotFoundError:
+            except ours(FileNotFoundError):
                 pass  # it was removed meanwhile
-            except Exception as error:
+            except ours(Exception) as error:
                 self._failed[step] = error
                 _log.error("step %d of %s is not mirrored: %s", step, self._folder.path, error)
-            with self._lock:
+            with Locked(self._lock):
                 if self._waiting[step] is metrics:  # else it was saved anew meanwhile
                     del self._waiting[step]
             uploaded()
@@ -125,12 +126,12 @@ class Mirror:
     def _catch_up(self) -> None:
         try:
             there = set(self.steps())
-        except RemoteError as error:
+        except ours(RemoteError) as error:
             _log.warning("checkpoints of earlier processes are not mirrored: %s", error)
             return
         for step in self._folder.steps():
             if step not in there and self._folder.is_complete(step):
-                with self._lock:
+                with Locked(self._lock):
                     self._waiting.setdefault(step, {})
 
     def _is_wanted(self, step: int, metrics: Mapping[str, float]) -> bool:
@@ -151,7 +152,7 @@ class Mirror:
             try:
                 self._prune(self._upload(step, metrics))
                 return
-            except RemoteError:
+            except ours(RemoteError):
                 if time.monotonic() + pause > deadline:
                     raise
             time.sleep(pause)
@@ -261,7 +262,7 @@ class Mirror:
                 found = json.loads(b"".join(self._remote.chunks(name)))
                 usable = isinstance(found, dict) and found["version"] == 1
                 usable = usable and {"nbytes", "crc32", "written", "metrics"} <= found.keys()
-            except (ValueError, KeyError):
+            except ours(ValueError, KeyError):
                 usable = False
             if not usable:
                 raise CorruptCheckpointError("no manifest", path=f"{self._remote.url}/{name}")

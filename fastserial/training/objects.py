@@ -20,6 +20,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from fastserial.errors import ConfigError, LoadMismatchError
+from fastserial.interrupts import ours
 from fastserial.nests import (
     is_container,
     is_object,
@@ -360,7 +361,7 @@ def _load(target: Any, state: Any, where: str, strict: bool) -> None:
             state_to_module(target, state, strict)
         else:
             target.load_state_dict(state)
-    except (RuntimeError, ValueError) as error:
+    except ours(RuntimeError, ValueError) as error:
         if not torchs or type(error) not in (RuntimeError, ValueError):
             raise
         text = str(error).rstrip(" .")

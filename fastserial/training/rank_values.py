@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import _weights_only_unpickler
 
+from fastserial.interrupts import ours
 from fastserial.memory.storages import bytes_at
 
 _LENGTH = 8  # bytes of the length of the pickle, which a row begins with
@@ -92,11 +93,11 @@ def refusal_of(value: Any) -> Exception | None:
     """Return why `weights_only` refuses to load a value; None, too, if it cannot be pickled."""
     try:
         data = packed(value, with_tensors=False)
-    except Exception:  # the save raises it
+    except ours(Exception):  # the save raises it
         return None
     try:
         unpacked(data, weights_only=True)
-    except Exception as error:
+    except ours(Exception) as error:
         return error
     return None
 

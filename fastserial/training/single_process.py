@@ -17,6 +17,7 @@ from fastserial.errors import (
     CorruptCheckpointError,
     UnreadableCheckpointError,
 )
+from fastserial.interrupts import ours
 from fastserial.overlap.asynchronous import start_save
 from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import OWN, CheckpointFolder
@@ -162,7 +163,7 @@ class SingleProcess:
                 found = load(path, map_location="cpu", weights_only=self.weights_only)
         except (FileNotFoundError, PermissionError, CheckpointFileError, MemoryError):
             raise
-        except Exception as error:
+        except ours(Exception) as error:
             report = verify(path)
             if report.status in ("ok", "unchecked"):  # `weights_only` refuses what is in it
                 raise

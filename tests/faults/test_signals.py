@@ -14,6 +14,7 @@ pytestmark = pytest.mark.timeout(7200)
 
 _MORE_MEMORY = 24 << 20  # bytes that the noise of an allocator may add
 _TRIALS = 80
+_NAMES = {"save": "saves", "load": "loads", "tool": "checks, conversions, Checkpointers"}
 
 
 def interrupted(folder: Path, *words: object) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def _spare(trials: int) -> int:
 
 @pytest.mark.trials(_TRIALS, 10_000)
 @pytest.mark.parametrize("handler", ["raise", "work"])
-@pytest.mark.parametrize("what", ["save", "load"])
+@pytest.mark.parametrize("what", ["save", "load", "tool"])
 def test_interrupts(
     what: str, handler: str, tmp_path: Path, counts: Counter[str], trials: int
 ) -> None:
@@ -42,7 +43,9 @@ def test_interrupts(
     assert after["threads"] <= before["threads"] + 3, result
     assert after["memory"] - before["memory"] < _MORE_MEMORY, result
     assert not [name for name in result["names"] if name.startswith(".")], result
-    counts[f"{what}s: {'handler raised' if handler == 'raise' else 'handler worked'}"] += trials
+    counts[f"{_NAMES[what]}: {'handler raised' if handler == 'raise' else 'handler worked'}"] += (
+        trials
+    )
     counts["of these inside fastserial"] += found["inside"]
 
 
@@ -56,3 +59,9 @@ def test_interrupts_leave_descriptors_where_nothing_closes_them(tmp_path: Path) 
 def test_interrupts_tear_what_is_overwritten(tmp_path: Path) -> None:
     """The control: files that cannot be replaced."""
     assert interrupted(tmp_path, "save", "raise", _TRIALS, "open")["wrong"]
+
+
+def test_errors_of_handlers_are_taken_for_the_disks(tmp_path: Path) -> None:
+    """The control: nothing asks who raised an error."""
+    wrong = interrupted(tmp_path, "save", "raise", _TRIALS, "blind")["wrong"]
+    assert any("the previous file is intact" in text or "swallowed" in text for text in wrong)

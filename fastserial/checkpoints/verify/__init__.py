@@ -35,7 +35,7 @@ from fastserial.formats.container import (
     is_dcp_folder,
 )
 from fastserial.formats.source import DescriptorSource
-from fastserial.interrupts import Descriptors
+from fastserial.interrupts import Descriptors, ours
 
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 _REASONS = {
@@ -96,15 +96,15 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
                 else:
                     _verify_file(fd, name, found, settings, report)
                     changed = found is not Format.FOLDER and not seen.holds_for(fd)
-    except CorruptCheckpointError as error:
+    except ours(CorruptCheckpointError) as error:
         report.add_error(error)
-    except PickleLimitError as error:
+    except ours(PickleLimitError) as error:
         report.skipped(str(error))
-    except (ConfigError, UnreadableCheckpointError) as error:
+    except ours(ConfigError, UnreadableCheckpointError) as error:
         reason = str(error)
-    except ValueError as error:  # no path: a byte that no name has, or a lone surrogate
+    except ours(ValueError) as error:  # no path: a byte that no name has, or a lone surrogate
         reason = str(error)
-    except OSError as error:
+    except ours(OSError) as error:
         reason = error.strerror or str(error)
     if changed:
         report.status, reason = "unreadable", "it changed while it was read: verify it again"
@@ -134,7 +134,7 @@ def _verify_remote(url: str, report: VerifyReport) -> bool:
     source = RemoteSource(url)
     try:
         _verify_source(source, report)
-    except CorruptCheckpointError:
+    except ours(CorruptCheckpointError):
         if not source.is_changed():
             raise
     return source.is_changed()
@@ -235,7 +235,7 @@ def _is_checkpoint(path: str) -> bool:
         with Descriptors() as files:
             fd = files.open(path, os.O_RDONLY | os.O_NONBLOCK)
             return format_of_head(DescriptorSource(fd)) is not None
-    except OSError:
+    except ours(OSError):
         return False
 
 

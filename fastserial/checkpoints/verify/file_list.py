@@ -16,7 +16,7 @@ from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.bounded_json import parse_json
 from fastserial.formats.safetensors import read_header
 from fastserial.formats.source import DescriptorSource, naming
-from fastserial.interrupts import Descriptors
+from fastserial.interrupts import Descriptors, ours
 
 FILE_LIST = "file list"
 MARK = "fastserial_complete.json"
@@ -52,7 +52,7 @@ def _read_object(fd: int, key: str) -> dict[str, Any]:
         raise UnreadableCheckpointError(f"a list of files larger than {_MOST} bytes")
     try:
         found: Any = parse_json(text)[key]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except ours(ValueError, KeyError, TypeError, RecursionError):
         found = ""
     if found is None:  # `CheckpointCallback` writes this while it overwrites the folder
         raise CorruptCheckpointError("a save to this folder was begun and not completed")
@@ -134,7 +134,7 @@ def _problems(folder: str, name: str, size: Any, keys: tuple[str, ...]) -> Itera
     path = os.path.join(folder, name)
     try:
         found = os.stat(path)
-    except (OSError, ValueError) as error:
+    except ours(OSError, ValueError) as error:
         text = "it is not there" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
         yield Problem("missing", text, tensors=keys, file=name)
         return
@@ -149,7 +149,7 @@ def _problems(folder: str, name: str, size: Any, keys: tuple[str, ...]) -> Itera
             with Descriptors() as opened:
                 fd = opened.open(path, os.O_RDONLY | os.O_NONBLOCK)
                 there = read_header(DescriptorSource(fd)).outline.storages
-        except (OSError, CorruptCheckpointError):
+        except ours(OSError, CorruptCheckpointError):
             return  # the file has a report of its own
         lacking = tuple(key for key in keys if key not in there)
         if lacking:

@@ -15,7 +15,7 @@ from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.container import FolderContainer, ZipContainer
 from fastserial.formats.dcp import Item, Metadata
 from fastserial.formats.zip_format import END, END_SIGNATURE, LOCAL_SIGNATURE
-from fastserial.interrupts import Descriptors
+from fastserial.interrupts import Descriptors, cleanup, ours
 from fastserial.progress import ProgressBar
 
 _SHOWN = 3
@@ -49,10 +49,10 @@ def verify_folder(path: str, config: Config, report: VerifyReport) -> bool:
     for name in folder.metadata_files:
         try:
             metadata = folder.read_metadata(name)
-        except CorruptCheckpointError as error:
+        except ours(CorruptCheckpointError) as error:
             report.add(Problem("directory", error.message, file=name))
             continue
-        except UnreadableCheckpointError as error:
+        except ours(UnreadableCheckpointError) as error:
             report.undecided(f"{name}: {error.message}")
             continue
         report.format = folder.format
@@ -74,7 +74,7 @@ def _check_metadata(metadata: Metadata, name: str, report: VerifyReport) -> None
         if held != stored.numel:
             text = f"its chunks have {held} elements, the tensor {stored.numel}"
             report.add(Problem("missing", text, key, None, (key,), name))
-    if not metadata.ours:
+    if not metadata.framed:
         report.without_checksums(f"{name} has no checksum, since fastserial did not write it")
 
 
@@ -94,12 +94,10 @@ class _ItemChecks:
         for item in items:
             files.setdefault(item.file, []).append(item)
         self._bar.expect(sum(item.length for item in items))
-        try:
+        with cleanup(self._bar.close):
             for name, inside in sorted(files.items()):
                 self._report.records += len(inside)
                 self._check_file(name, sorted(inside, key=lambda item: item.offset))
-        finally:
-            self._bar.close()
         for text in (_EXTENDED, _UNKNOWN):
             if self._counts[text]:
                 self._report.skipped(f"{self._counts[text]} {text}")
@@ -134,13 +132,13 @@ class _ItemChecks:
                         self._counts[_EXTENDED] += 1
                     else:
                         self._check_item(fd, item)
-        except FileNotFoundError:
+        except ours(FileNotFoundError):
             keys = tuple(dict.fromkeys(item.key for item in items))
             text = f"it is not there, and {len(items)} items are in it"
             self._report.add(Problem("missing", text, None, None, keys, name))
-        except CorruptCheckpointError as error:
+        except ours(CorruptCheckpointError) as error:
             self._report.add(Problem("truncated", error.message, file=name))
-        except OSError as error:
+        except ours(OSError) as error:
             text = f"it cannot be read: {error.strerror}"
             self._report.add(Problem("read", text, file=name))
 
@@ -189,9 +187,9 @@ class _ItemChecks:
             verify_zip(held, found)
             if found.ok:
                 self._compare(held, item)
-        except CorruptCheckpointError as error:
+        except ours(CorruptCheckpointError) as error:
             found.add_error(error)
-        except UnreadableCheckpointError as error:
+        except ours(UnreadableCheckpointError) as error:
             found.undecided(str(error))
         if found.status == "unreadable":
             self._report.undecided(f"{item.name}: {found.notes[-1]}")

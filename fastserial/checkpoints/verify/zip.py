@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import pickletools
 import re
@@ -45,6 +44,7 @@ from fastserial.formats.zip_format import (
     read_directory,
     read_record,
 )
+from fastserial.interrupts import ours, suppress
 from fastserial.loading.reader import CheckedSink, FastFileReader, ReadExtent
 
 Span = tuple[int, int]  # the first byte, and how many
@@ -77,7 +77,7 @@ class FilePart:
         self.source: Source = DescriptorSource(fd, start, size)
         self._is_small = self.source.size <= config.block_size
         if self._is_small:
-            with contextlib.suppress(OSError):  # then it is read record by record
+            with suppress(OSError):  # then it is read record by record
                 self.source = BytesSource(self.source.read_at(0, self.source.size))
         self.ordered = self.source
 
@@ -97,9 +97,9 @@ class FilePart:
         try:
             with FastFileReader(self._fd, self._config, self._name) as reader:
                 reader.read_into(extents)
-        except CorruptCheckpointError:  # it became shorter
+        except ours(CorruptCheckpointError):  # it became shorter
             ledger.fail()
-        except OSError:
+        except ours(OSError):
             return [_crc_alone(self.source, *span) for span in spans]
         return [_crc_of(ledger, index) if nbytes else 0 for index, (_, nbytes) in enumerate(spans)]
 
@@ -162,18 +162,18 @@ def _crc_or_error(read: Callable[[], int]) -> int | OSError | None:
     """
     try:
         return read()
-    except CorruptCheckpointError:
+    except ours(CorruptCheckpointError):
         return None
     except RemoteError:
         raise
-    except OSError as error:
+    except ours(OSError) as error:
         return error
 
 
 def _crc_of(ledger: CrcLedger, index: int) -> int | None:
     try:
         return ledger.wait(index)
-    except TransferAbandonedError:
+    except ours(TransferAbandonedError):
         return None
 
 
@@ -290,7 +290,7 @@ def _outline(source: Source, directory: Directory, report: VerifyReport) -> Outl
     """Return what the pickle describes; a pickle that cannot be parsed is noted, or a problem."""
     try:
         outline = zip_outline(source, directory)
-    except (CheckpointFileError, PickleLimitError) as error:
+    except ours(CheckpointFileError, PickleLimitError) as error:
         record = directory.find(PICKLE)
         text = f"the tensors' keys are not known: {error}"
         if isinstance(error, PickleLimitError) or (record and record.size > _judged(record)):
@@ -368,7 +368,7 @@ def _is_dated(source: Source, record: RecordEntry) -> bool:
     length = LOCAL.size + len(record.full_name)
     try:
         header = parse_local_header(source.read_at(record.header_offset, length), record.name)
-    except (CorruptCheckpointError, OSError):
+    except ours(CorruptCheckpointError, OSError):
         return False
     return header.name == record.full_name and header.when == when
 
@@ -424,7 +424,7 @@ def _check_gap(
         data = source.read_at(start, end - start)
     except RemoteError:
         raise
-    except OSError as error:
+    except ours(OSError) as error:
         text = f"{end - start} bytes cannot be read: {error.strerror}"
         yield Problem("read", text, None, start)
         return
@@ -536,7 +536,7 @@ def _checkpoint(source: Source, directory: Directory, names: set[str]) -> Iterat
 def _is_number(source: Source, record: RecordEntry) -> bool:
     try:
         return read_record(source, record, _MOST_VERSION).strip().isdigit()
-    except CheckpointFileError:
+    except ours(CheckpointFileError):
         return True  # its checksum says what is wrong
 
 
@@ -550,13 +550,13 @@ def _is_whole_pickle(source: Source, record: RecordEntry) -> bool:
     """
     try:
         data = read_record(source, record, _judged(record))
-    except CheckpointFileError:
+    except ours(CheckpointFileError):
         return True  # its checksum says what is wrong
     if not data.startswith(b"\x80"):
         return bool(data)
     try:
         for _ in pickletools.genops(io.BytesIO(data)):
             pass
-    except (ValueError, OverflowError, EOFError, Warning):  # where warnings are errors
+    except ours(ValueError, OverflowError, EOFError, Warning):  # where warnings are errors
         return False
     return True

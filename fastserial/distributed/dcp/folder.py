@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fastserial.formats.dcp import METADATA_NAME, Known, framed
+from fastserial.interrupts import ours, suppress
 from fastserial.memory.held_settings import paused_collection
 
 _ATTRIBUTE = "fastserial"
@@ -86,11 +87,11 @@ class ShardFolder:
         They would be used only if that of all ranks were damaged: an older checkpoint would be
         loaded without an error.
         """
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             for name in os.listdir(self.path):
                 path = os.path.join(self.path, name)
                 if name != METADATA and METADATA_NAME.fullmatch(name):
-                    with contextlib.suppress(OSError):
+                    with suppress(OSError):
                         if stat.S_ISREG(os.lstat(path).st_mode):  # else no save wrote it
                             os.unlink(path)
 
@@ -110,11 +111,11 @@ class ShardFolder:
                 if (found := _SHARD.fullmatch(name)) and rank in (None, int(found[1]))
             ]
             needed = set(self._needed(names)) if shards else set()
-        except (OSError, MemoryError):
+        except ours(OSError, MemoryError):
             return
         for name in shards:
             if name.encode() not in needed:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     os.unlink(os.path.join(self.path, name))
 
     def _needed(self, names: list[str]) -> Iterator[bytes]:

@@ -7,7 +7,6 @@ save to the next.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import pickle
@@ -42,6 +41,7 @@ from fastserial.distributed.sharding.pieces import as_dtensor, holding, is_over_
 from fastserial.distributed.state.facts import facts_of
 from fastserial.distributed.state.tables import SHARED_FROM
 from fastserial.errors import UnknownPlacementError
+from fastserial.interrupts import ours, suppress
 from fastserial.memory.held_settings import paused_collection
 
 _GLOBAL = "global_shape"  # torch 2.15: a plain tensor that has it is a part of another one
@@ -135,7 +135,7 @@ def _with_shards(state: Mapping[str, Any], meshes: dict[int, tuple[int, ...]]) -
         if _is_sharded(value) and value.device_mesh.get_coordinate() is not None:
             try:
                 found[key] = HeldShards(key, value, meshes)
-            except UnknownPlacementError as error:
+            except ours(UnknownPlacementError) as error:
                 unknown = unknown or str(error)
     if unknown:
         warnings.warn(f"{unknown}. It is left to torch, as are others like it", stacklevel=4)
@@ -406,7 +406,7 @@ class FastSavePlanner(DefaultSavePlanner):
         value = self.state_dict.get(key)
         part: torch.Tensor | None = None
         if data is not None and not self._plans_as_stock:
-            with contextlib.suppress(UnknownPlacementError):  # then torch made the plan
+            with suppress(UnknownPlacementError):  # then torch made the plan
                 part = self._part(key, value, data.chunk)
         if part is None:
             found: torch.Tensor | io.BytesIO = super().resolve_data(write_item)

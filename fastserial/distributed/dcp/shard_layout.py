@@ -25,6 +25,7 @@ from fastserial.errors import LayoutError
 from fastserial.formats.dcp import Known
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Made, Trailer
 from fastserial.formats.zip_layout import ZipLayout
+from fastserial.interrupts import cleanup, ours
 from fastserial.memory.storages import HostMemory, Memory
 from fastserial.memory.untouched import Untouched
 from fastserial.patching.self_check import self_check
@@ -137,15 +138,13 @@ def frame_of(
     """
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     untouched = Untouched(nbytes, 1)
-    try:
+    with cleanup(untouched.close):
         tensor = torch.empty(0, dtype=dtype, device="cpu")
         tensor.set_(untouched.storage(nbytes), 0, shape, strides)
         archive = _RecordLayout(ZipLayout(_ARCHIVE, alignment, checksums))
         save: Any = torch.serialization._save
         save(tensor, archive, pickle, _PROTOCOL, False)
         del tensor
-    finally:
-        untouched.close()
     plan = finish_layout(archive.layout)
     return Frame(plan.extents, plan.crcs)
 
@@ -291,7 +290,7 @@ class ShardLayout:
         kind = tensor.dtype, tensor.shape, found.strides
         try:
             return frame_of(*kind, self._alignment, self._checksums)
-        except LayoutError:
+        except ours(LayoutError):
             return None
 
     def _place(

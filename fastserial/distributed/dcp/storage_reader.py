@@ -49,6 +49,7 @@ from fastserial.formats.zip_format import (
     read_places,
     read_record,
 )
+from fastserial.interrupts import ours
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.memory.held_settings import paused_collection
 
@@ -231,10 +232,10 @@ class ShardReader:
         """Name item and file in an error of its archive."""
         try:
             yield
-        except UnreadableCheckpointError as error:
+        except ours(UnreadableCheckpointError) as error:
             error.path, error.record = self._reader.name, wanted.name
             raise
-        except FastserialError as error:
+        except ours(FastserialError) as error:
             text = error.message if isinstance(error, CorruptCheckpointError) else str(error)
             raise self._damaged(wanted, text) from error
 
@@ -278,7 +279,7 @@ class ShardReader:
         try:
             for request in wanted.requests:
                 self._planner.load_bytes(request, io.BytesIO(data))
-        except Exception as error:
+        except ours(Exception) as error:
             raise UnreadableCheckpointError(
                 f"it cannot be loaded: {error}", path=self._reader.name, record=wanted.name
             ) from error
@@ -383,7 +384,7 @@ class FastStorageReader(FileSystemReader):
         try:
             with open(path, "rb") as file:
                 return not before.holds_for(file.fileno())
-        except FileNotFoundError:
+        except ours(FileNotFoundError):
             return True
 
     def set_up_storage_reader(
@@ -409,7 +410,7 @@ class FastStorageReader(FileSystemReader):
         """
         try:
             self._read(plan.items, planner)
-        except FileNotFoundError as error:
+        except ours(FileNotFoundError) as error:
             if self._is_replaced():
                 raise CheckpointReplacedError(errno.ENOENT, REPLACED, error.filename) from error
             raise
@@ -447,7 +448,7 @@ class FastStorageReader(FileSystemReader):
     def _read_by_stock(self, request: ReadItem, planner: LoadPlanner, file: str) -> None:
         try:
             super().read_data(LoadPlan([request]), planner).wait()
-        except Exception as error:  # its text may say which class to allow
+        except ours(Exception) as error:  # its text may say which class to allow
             text, name = f"torch does not load it: {error}", request.storage_index.fqn
             raise UnreadableCheckpointError(text, path=file, record=name) from error
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from fastserial.distributed.onefile.saver import TIMEOUT, SaveTask, Writers
 from fastserial.distributed.ranks.call import call_of
 from fastserial.distributed.ranks.group import collective, path_of
+from fastserial.interrupts import finish_after
 from fastserial.memory.held_settings import quick_switches
 from fastserial.overlap import pending
 from fastserial.overlap.asynchronous import check_budget
@@ -130,9 +131,9 @@ def start_save(
                     return save
                 handed.clear()
                 taken.kind = "blocking"
-    except BaseException:
+    except BaseException as error:
         if saving is not None and not handed:
-            saving.give_up()
+            finish_after(error, saving.give_up)
         raise
     return pending.run_at_once(path, target, work)
 
@@ -143,8 +144,8 @@ def _write(saving: SaveTask, taken: Snapshot, then: Callable[[], object] | None)
     try:
         with traffic.together():
             report = saving.finish()
-    except BaseException:
-        saving.give_up()
+    except BaseException as error:
+        finish_after(error, saving.give_up)
         raise
     finally:
         taken.end()

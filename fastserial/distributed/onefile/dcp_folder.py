@@ -44,6 +44,7 @@ from fastserial.formats.dcp import Item, parse
 from fastserial.formats.dcp import Metadata as FolderMetadata
 from fastserial.formats.source import read_regular
 from fastserial.formats.tensors import contiguous_stride
+from fastserial.interrupts import cleanup, ours
 from fastserial.memory.held_settings import paused_collection
 from fastserial.nests import is_container
 from fastserial.reports import LoadReport, RankReport
@@ -121,7 +122,7 @@ class FolderLoadTask(LoadTask):
         try:
             entries = [job for job in self._match.jobs if job.tensor.number in found.keys]
             self._reader.fill(entries, found.keys, found.metadata)
-        except CorruptCheckpointError as error:
+        except ours(CorruptCheckpointError) as error:
             self._damage = f"{error} (read by rank {self._traffic.rank}). {HALFWAY}"
         with torch.no_grad():
             for tensor, held in self._match.jobs:
@@ -191,7 +192,7 @@ def _contents_of(path: str, verify: bool, between: Callable[[], None]) -> _Folde
     name = os.path.join(path, METADATA)
     try:
         data = read_regular(name)
-    except FileNotFoundError:
+    except ours(FileNotFoundError):
         FolderContainer(path).of_all_ranks()  # may know why
         raise
     version, found = crc32(data), parse(data, name)
@@ -201,9 +202,9 @@ def _contents_of(path: str, verify: bool, between: Callable[[], None]) -> _Folde
     metadata = Metadata({}, storage_data={})
     try:
         flat, verified = _values_of(path, found, verify, between)
-    except CorruptCheckpointError as error:
+    except ours(CorruptCheckpointError) as error:
         return _FolderContents(version, None, {}, [], metadata, str(error), False)
-    except FileNotFoundError as error:
+    except ours(FileNotFoundError) as error:
         with open(name, "rb") as file:
             if crc32(file.read()) == version:
                 raise
@@ -218,7 +219,7 @@ def _contents_of(path: str, verify: bool, between: Callable[[], None]) -> _Folde
         dtype, problem = torch.uint8, None
         try:
             dtype = dtype_of(key, stored)
-        except ConvertError as error:
+        except ours(ConvertError) as error:
             problem = str(error)
         if key in extended:
             problem = "it went through an extension: load it with dcp.load"
@@ -258,7 +259,7 @@ def _values_of(
     files, verified = FolderFiles(path), verify
     values: dict[str, Any] = {}
     problems: dict[str, str] = {}
-    try:
+    with cleanup(files.close):
         items = {item.key: item for item in found.items if item.chunk is None}
         for key in found.values:
             between()
@@ -267,11 +268,9 @@ def _values_of(
                 verified &= _is_sound(items[key], data, path)
             try:
                 values[key] = files.value_of(items[key], data)
-            except ConvertError as error:
+            except ours(ConvertError) as error:
                 problems[key] = str(error)
         files.check_unchanged()
-    finally:
-        files.close()
     return values | {key: _unloaded(text) for key, text in problems.items()}, verified
 
 
@@ -288,7 +287,7 @@ def _is_sound(item: Item, data: bytes, path: str) -> bool:
     if item.known is None:
         try:
             return check_archive(data)
-        except CorruptCheckpointError as error:
+        except ours(CorruptCheckpointError) as error:
             raise CorruptCheckpointError(error.message, path=path, record=item.name) from error
     if item.known.crc is None:
         return False

@@ -36,7 +36,7 @@ from fastserial.distributed.sharding.grid import Grid
 from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMismatchError
 from fastserial.formats.container import is_dcp_folder
 from fastserial.formats.safetensors import INDEX, ONE_FILE
-from fastserial.interrupts import finish
+from fastserial.interrupts import cleanup, finish, ours
 from fastserial.loading.reader import FastFileReader
 from fastserial.memory.held_settings import paused_collection
 from fastserial.reports import LoadReport, RankReport, publish_load
@@ -64,31 +64,34 @@ def load_file(
     began = perf_counter()
     task: LoadTask | None = None
     refusal, result = "", None
-    try:
-        # Each rank may have a copy of the file, in a folder of its own.
-        with collective(group, timeout, call_of("distributed.load")) as traffic:
-            config = config_module.current()
-            name = path_of(path, into, "distributed.load(path, into)")
-            is_folder = traffic.decide(None, lambda _: is_dcp_folder(name))
-            make = folder_task if is_folder else LoadTask
-            task = make(traffic, name, config, broadcast, strict, began)
-            refusal = task.compare(into, cast)
-            if not refusal:
-                result = task.fill()
-        if refusal or result is None:
-            raise LoadMismatchError(refusal)
-        if result.damage:
-            raise CorruptCheckpointError(result.damage, path=task.path)
-        report = task.report(result)
-        publish_load(report, config.on_load)
-        return report
-    except DistributedError as error:
-        if task is not None and task.is_filling:
-            error.cause = f"{error.cause}. {HALFWAY}"
-        raise
-    finally:
+
+    def close() -> None:
         if task is not None:
-            finish(task.close)
+            task.close()
+
+    with cleanup(close):
+        try:
+            # Each rank may have a copy of the file, in a folder of its own.
+            with collective(group, timeout, call_of("distributed.load")) as traffic:
+                config = config_module.current()
+                name = path_of(path, into, "distributed.load(path, into)")
+                is_folder = traffic.decide(None, lambda _: is_dcp_folder(name))
+                make = folder_task if is_folder else LoadTask
+                task = make(traffic, name, config, broadcast, strict, began)
+                refusal = task.compare(into, cast)
+                if not refusal:
+                    result = task.fill()
+            if refusal or result is None:
+                raise LoadMismatchError(refusal)
+            if result.damage:
+                raise CorruptCheckpointError(result.damage, path=task.path)
+            report = task.report(result)
+            publish_load(report, config.on_load)
+            return report
+        except ours(DistributedError) as error:
+            if task is not None and task.is_filling:
+                error.cause = f"{error.cause}. {HALFWAY}"
+            raise
 
 
 class _LoadDecision(NamedTuple):

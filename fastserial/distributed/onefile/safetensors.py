@@ -7,7 +7,6 @@ rank would write, and where; those of `SaveTask` for each file; that the index i
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -39,6 +38,7 @@ from fastserial.formats.safetensors import (
     index_bytes,
     split,
 )
+from fastserial.interrupts import finish_after, ours, suppress
 from fastserial.reports import RankReport, SaveReport, publish_save
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def save_folder(
         except BaseException:
             if not traffic.rank and not os.path.exists(os.path.join(path, INDEX)):
                 for report in reports if len(files) > 1 else ():
-                    with contextlib.suppress(OSError):  # without the index they are no checkpoint
+                    with suppress(OSError):  # without the index they are no checkpoint
                         os.unlink(report.path)
             raise
     report = replace(
@@ -168,8 +168,8 @@ def _save_file(
     task = _FileTask(traffic, path, writers, None, perf_counter())
     try:
         return task.run({key: _own(tensors[key]) for key in order})
-    except BaseException:
-        task.give_up()
+    except BaseException as error:
+        finish_after(error, task.give_up)
         raise
 
 
@@ -199,7 +199,7 @@ def _begin(path: str, found: Sequence[_Contents], most: int) -> dict[str, list[s
     make_folder(path, True)
     try:
         there = refused.intersection(os.listdir(path))
-    except OSError as error:
+    except ours(OSError) as error:
         raise write_error(error.errno or errno.EIO, path, None) from error
     if there:
         text = (

@@ -45,7 +45,7 @@ from fastserial.distributed.state.tables import (
 from fastserial.distributed.state.walk import Leaves, buffers_of, leaves, states
 from fastserial.errors import ConfigError, WriteError, write_error
 from fastserial.formats.zip_layout import archive_name
-from fastserial.interrupts import finish
+from fastserial.interrupts import finish, finish_after, ours
 from fastserial.memory.held_settings import paused_collection
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.reasons import Reason
@@ -183,9 +183,9 @@ def save_file(
             name = path_of(path, obj, "distributed.save(obj, path)")
             saving = SaveTask(traffic, name, writers, merge, began, base)
             report = saving.run(obj)
-    except BaseException:
+    except BaseException as error:
         if saving is not None:
-            saving.give_up()
+            finish_after(error, saving.give_up)
         raise
     publish_save(report, saving.config.on_report, direct=saving.config.direct)
     return report
@@ -255,7 +255,7 @@ class SaveTask:
         try:
             done, outcome = self._write()
             self.traffic.decide(done, self._conclude)
-        except OSError as error:
+        except ours(OSError) as error:
             raise self._explained(error) from error
         if self._opened is not None:
             self._opened.close()

@@ -26,6 +26,7 @@ from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.state.tables import RecordSource
 from fastserial.files.linux import write_all
 from fastserial.formats.extents import Data, Extent, Literal, Trailer
+from fastserial.interrupts import cleanup, suppress
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import HostMemory, Memory
 from fastserial.overlap.snapshot import Snapshot, StoragePart
@@ -129,15 +130,13 @@ class ShardWriter:
         """
         out = ExtentWriter(fd, config, on_progress)
         out.expect(self._made.nbytes - self.cloned)
-        try:
+        with cleanup(out.close):
             found = self._own_extents() if self._uncloned is None else self._uncloned
             own = _cut(found, config.block_size)
             self._write_rounds(out, exchange, own, config.block_size * config.queue_depth)
             with self._timed("write"):
                 out.write(own, self.ledger)
                 out.flush()
-        finally:
-            out.close()
         return out.outcome
 
     def crcs(self) -> list[PartialCrc]:
@@ -156,7 +155,7 @@ class ShardWriter:
         if self._checksums:
             patches = [(record, offset + nbytes + _CRC_AT) for record, _, offset, nbytes in records]
             for _, at in patches:  # else each write waits until the rest of its page is read
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     os.posix_fadvise(fd, at, _CRC.size, os.POSIX_FADV_WILLNEED)
             for record, at in patches:
                 os.pwrite(fd, _CRC.pack(ledger.wait(record)), at)

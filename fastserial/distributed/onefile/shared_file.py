@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from fastserial.config import Config
 from fastserial.errors import WriteError, write_error
 from fastserial.files.destination import open_path, required, save_error, wait_until_free
 from fastserial.files.linux import reserve, synced
-from fastserial.interrupts import Descriptors
+from fastserial.interrupts import Descriptors, ours, suppress
 
 
 class FileIdentity(NamedTuple):
@@ -53,7 +52,7 @@ class NewFile:
         self._needed = nbytes
         try:
             os.ftruncate(self.file.fd, nbytes)
-        except OSError as error:
+        except ours(OSError) as error:
             raise self.explained(error) from error
         directory = os.path.dirname(os.path.abspath(self.file.target.path))
         path = os.path.join(directory, self.file.named or "")
@@ -68,7 +67,7 @@ class NewFile:
         wait_until_free()
         try:
             reserve(self.file.fd, 0, self._needed, self._config)
-        except OSError as error:
+        except ours(OSError) as error:
             raise self.explained(error) from error
 
     def explained(self, error: OSError) -> WriteError:
@@ -90,7 +89,7 @@ class OpenedFile:
         try:
             self.fd = self._files.open(identity.path, os.O_RDWR | os.O_NOFOLLOW)
             found = os.fstat(self.fd)
-        except OSError as error:
+        except ours(OSError) as error:
             self.close()
             number = error.errno or errno.EIO
             raise write_error(number, identity.path, _not_shared(error.strerror or "")) from error
@@ -112,7 +111,7 @@ class OpenedFile:
 
     def remove(self) -> None:
         """Remove the new file, if rank 0 could not: it is no other than the one it made."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if os.lstat(self._identity.path).st_ino == self._identity.inode:
                 os.unlink(self._identity.path)
 

@@ -14,6 +14,7 @@ from fastserial.distributed.sharding.pieces import Holding, as_dtensor, holding,
 from fastserial.distributed.state.states import LiveState
 from fastserial.distributed.state.walk import is_leaf, is_live, leaves
 from fastserial.errors import LoadMismatchError
+from fastserial.interrupts import ours
 from fastserial.nests import Path, is_container, items_of, sequence_like, walk
 
 _LISTS = (list, tuple)
@@ -137,7 +138,7 @@ class Match:
         groups = self._made(there["param_groups"], (*path, "param_groups"))
         try:
             names = live.take_groups(groups)
-        except ValueError as error:
+        except ours(ValueError) as error:
             self.problems.append(f"{path_name(path)}: {error}")
             return
         if names is None:
@@ -201,7 +202,7 @@ class Match:
             return
         try:
             held = holding(into, name, self.rank, self.ranks, self._meshes)
-        except LoadMismatchError as error:
+        except ours(LoadMismatchError) as error:
             self.problems.append(str(error))
             return
         objection = _objection(held, there, self.cast)

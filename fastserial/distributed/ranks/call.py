@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fastserial.errors import ConfigError
+from fastserial.interrupts import ours
 
 # Keys under which a training program keeps how far it has come.
 _SHOWN = 10  # ranks in an error
@@ -58,7 +59,7 @@ def call_of(name: str, path: object = "", state: object = None) -> Call:
     text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
     try:
         target = os.path.abspath(text) if text else ""
-    except OSError:  # the working directory was removed
+    except ours(OSError):  # the working directory was removed
         target = text
     return Call(name, text, target, tuple(_steps_in(state)))
 

@@ -37,6 +37,7 @@ from fastserial.errors import (
     distributed_error,
     distributed_kind,
 )
+from fastserial.interrupts import is_foreign, ours, suppress
 
 _FAILED = "failed"  # key of the failure in the store
 _FIRST = 1024  # bytes that every message begins with: its length, and as much of it as fits
@@ -197,7 +198,7 @@ class Traffic:
         self._closed = False
         try:
             self._find_connections()
-        except RuntimeError as error:
+        except ours(RuntimeError) as error:
             if isinstance(error, DistributedError):
                 raise
             self._drop()
@@ -248,10 +249,10 @@ class Traffic:
                 self._wait_for_connected()
                 self.ranks_of_node = self._store.add(f"on/{node_name()}", 0)
                 return made
-        except RuntimeError as error:
+        except ours(RuntimeError) as error:
             self._store.limit = _GRACE
             absent: list[int] = []
-            with contextlib.suppress(RuntimeError):  # the store's host may be the one that died
+            with suppress(RuntimeError):  # the store's host may be the one that died
                 absent = self._not_come()
             if absent:
                 text = f"it did not join {self._call} within {self.timeout:g} seconds"
@@ -274,7 +275,7 @@ class Traffic:
             return
 
         def say() -> None:
-            with contextlib.suppress(RuntimeError):  # of the store
+            with suppress(RuntimeError):  # of the store
                 _log.warning(
                     "rank %d has waited for %s for %g seconds, in %s; every rank has to make this "
                     "call. It fails after %g seconds",
@@ -370,7 +371,7 @@ class Traffic:
         kind = kind or ErrorKind()
         text = json.dumps([self._calls, self._call, rank, cause, kind])
         self._store.limit = _GRACE
-        with contextlib.suppress(RuntimeError):  # the store's host may be the one that died
+        with suppress(RuntimeError):  # the store's host may be the one that died
             _, _, rank, cause, found = json.loads(self._store.set_first(_FAILED, text))
             kind = ErrorKind(*found)
         self._closed = True
@@ -386,7 +387,7 @@ class Traffic:
         """
         until = time.monotonic() + _GRACE
         for work in [work for holder in self._sent for work in holder]:
-            with contextlib.suppress(RuntimeError):
+            with suppress(RuntimeError):
                 work.wait(_delta(until - time.monotonic()))
 
     def _drop(self) -> None:
@@ -464,7 +465,8 @@ class Traffic:
         except BaseException as error:
             kind = ErrorKind() if theirs else distributed_kind(error)
             failure = self.fail(self.rank, _in_words(error), kind)
-            if isinstance(error, FastserialError | OSError) and not theirs:
+            known = isinstance(error, FastserialError | OSError)
+            if known and not theirs and not is_foreign(error):
                 raise failure from error
             raise
 
@@ -526,14 +528,14 @@ class Traffic:
         began = time.monotonic()
         try:
             yield
-        except RuntimeError as error:
+        except ours(RuntimeError) as error:
             raise self._failure(rank, error, time.monotonic() - began) from error
 
     def _failure(self, rank: int, error: RuntimeError, seconds: float) -> DistributedError:
         silent = seconds > 0.9 * self.timeout
         self._store.limit = _GRACE
         if silent:
-            with contextlib.suppress(RuntimeError):
+            with suppress(RuntimeError):
                 self._store.set(f"waits/{self.rank}", str(rank))
         until = time.monotonic() + (min(_GRACE, self.timeout / 2) if silent else _GRACE)
         while time.monotonic() < until and not self._failed():
@@ -546,7 +548,7 @@ class Traffic:
     def _last_in_line(self, rank: int) -> int:
         """Return the rank that the others wait for: a rank that waits itself is not the cause."""
         seen = {self.rank}
-        with contextlib.suppress(RuntimeError):
+        with suppress(RuntimeError):
             while rank not in seen and self._store.has(f"waits/{rank}"):
                 seen.add(rank)
                 rank = int(self._store.get(f"waits/{rank}"))
@@ -555,7 +557,7 @@ class Traffic:
     def _failed(self) -> bool:
         try:
             return bool(self._store.has(_FAILED))
-        except RuntimeError:  # the store's host may be the one that died
+        except ours(RuntimeError):  # the store's host may be the one that died
             return True
 
 
@@ -601,7 +603,7 @@ def node_name() -> str:
     """Return a name that no other node's kernel has."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
+    except ours(OSError):
         boot = ""
     return boot or os.uname().nodename
 

@@ -18,6 +18,7 @@ from fastserial.distributed.sharding.boxes import Box, boxes_of_range
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.errors import LoadMismatchError, UnknownPlacementError
 from fastserial.formats.tensors import reach
+from fastserial.interrupts import ours
 
 Range = tuple[int, int]
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
@@ -182,7 +183,7 @@ def holding(
     if isinstance(leaf, FlatShard):
         try:
             leaf.check()
-        except ValueError as error:
+        except ours(ValueError) as error:
             raise LoadMismatchError(f"{key}: {error}") from error
         ranges = ((rank, leaf.start, leaf.start + leaf.length),) if leaf.length else ()
         spec = TensorSpec(leaf.param_shape, leaf.dtype, Flat(ranges))

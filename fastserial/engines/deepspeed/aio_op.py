@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fastserial.errors import EngineUnavailableError
+from fastserial.interrupts import Locked
 
 MiB = 1024 * 1024
 BUILD_COMMAND = (
@@ -122,7 +123,7 @@ def borrow_handle(settings: AioSettings) -> Any:
     Raises:
         EngineUnavailableError: the op cannot be loaded.
     """
-    with _lock:
+    with Locked(_lock):
         if _idle[settings]:
             return _idle[settings].pop()
     return load_op().aio_handle(**asdict(settings))
@@ -130,7 +131,7 @@ def borrow_handle(settings: AioSettings) -> Any:
 
 def give_back(settings: AioSettings, handle: Any) -> None:
     """Keep a handle, with nothing in flight, for the next write."""
-    with _lock:
+    with Locked(_lock):
         _idle[settings].append(handle)
 
 
@@ -142,7 +143,7 @@ def write(settings: AioSettings, memory: Any, fd: int, offset: int) -> None:
     interpreter's lock while other writes, whose threads hold that lock, wait for it to end.
     """
     handle = borrow_handle(settings)
-    with _lock:
+    with Locked(_lock):
         handle.async_pwrite(memory, fd, offset)
     handle.wait()
     give_back(settings, handle)

@@ -32,6 +32,7 @@ from fastserial.engines.deepspeed import aio_op
 from fastserial.engines.deepspeed.aio_op import AioSettings, missing
 from fastserial.engines.threads import ThreadsEngine, transfer
 from fastserial.files import linux
+from fastserial.interrupts import Locked, ours
 from fastserial.memory.buffers import BufferPool
 from fastserial.memory.huge_pages import gather_pages
 
@@ -65,7 +66,7 @@ class LockedPool(BufferPool):
         if not self.tensors:
             return
         self.tensors.clear()
-        with _lock:
+        with Locked(_lock):
             if not _spare:
                 _spare.append(self._tensor)
                 return
@@ -77,7 +78,7 @@ def locked_pool(handle: Any, count: int, nbytes: int) -> LockedPool | None:
 
     `handle` is DeepSpeed's, which locks memory.
     """
-    with _lock:
+    with Locked(_lock):
         tensor = _spare.pop() if _spare else None
     if tensor is not None and tensor.nbytes < count * nbytes:
         handle.free_cpu_locked_tensor(tensor)  # so that more may be locked
@@ -188,7 +189,7 @@ def is_blank(fd: int, offset: int, length: int) -> bool:
         if os.fstat(fd).st_size < end and not linux.preallocate(fd, offset, length):
             return False
         return os.lseek(fd, offset, os.SEEK_DATA) >= end
-    except OSError as error:
+    except ours(OSError) as error:
         return error.errno == errno.ENXIO  # no data from `offset` to the end of the file
 
 
@@ -196,5 +197,5 @@ def is_written(fd: int, offset: int, length: int) -> bool:
     """Return whether every block of a region that was blank has been written."""
     try:
         return os.lseek(fd, offset, os.SEEK_HOLE) >= offset + length
-    except OSError:
+    except ours(OSError):
         return False

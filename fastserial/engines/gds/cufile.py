@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastserial.engines import Op
+from fastserial.interrupts import ours, suppress
 
 if TYPE_CHECKING:
     import torch
@@ -107,11 +108,11 @@ def _open(device: torch.device) -> CuFile | _Refusal:
     try:
         module = importlib.import_module(f"{_PACKAGE}.cufile")
         runtime = importlib.import_module(f"{_PACKAGE}.runtime")
-    except Exception as error:  # a library that is not there is no ImportError
+    except ours(Exception) as error:  # a library that is not there is no ImportError
         return _Refusal(f"cuFile cannot be loaded: {error}", 0)
     try:
         return CuFile(module, runtime, device)
-    except DirectTransferError as error:
+    except ours(DirectTransferError) as error:
         return _Refusal(str(error), error.status)
 
 
@@ -157,7 +158,7 @@ class CuFile:
         """Ignore that other code in the process opened cuFile."""
         try:
             yield
-        except self._module.cuFileError as error:
+        except ours(self._module.cuFileError) as error:
             if error.status != _ALREADY_OPEN:
                 raise
 
@@ -168,11 +169,11 @@ class CuFile:
             yield
         except DirectTransferError:
             raise
-        except self._module.cuFileError as error:
+        except ours(self._module.cuFileError) as error:
             raise DirectTransferError(f"{what}: {error}", error.status) from error
-        except ValueError as error:  # -1: the bindings find no name for the errno
+        except ours(ValueError) as error:  # -1: the bindings find no name for the errno
             raise DirectTransferError(f"{what}: an error of the file system ({error})") from error
-        except (AttributeError, RuntimeError) as error:  # a function that the library lacks
+        except ours(AttributeError, RuntimeError) as error:  # a function that the library lacks
             raise DirectTransferError(f"{what}: {error}") from error
 
     @contextlib.contextmanager
@@ -205,7 +206,7 @@ class CuFile:
 
     def release(self, address: int) -> None:
         """Forget registered memory."""
-        with contextlib.suppress(DirectTransferError), self._translated("cuFileBufDeregister"):
+        with suppress(DirectTransferError), self._translated("cuFileBufDeregister"):
             self._module.buf_deregister(address)
 
     def move(self, op: Op, file: int, address: int, start: int, nbytes: int, offset: int) -> int:

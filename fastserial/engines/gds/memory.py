@@ -26,7 +26,7 @@ from fastserial.engines.gds import cufile
 from fastserial.engines.gds.cufile import CuFile, DirectTransferError
 from fastserial.engines.threads import transfer
 from fastserial.files.linux import open_direct
-from fastserial.interrupts import Descriptors, finish
+from fastserial.interrupts import Descriptors, finish, finish_after, ours
 from fastserial.memory import devices
 from fastserial.memory.buffers import instead
 from fastserial.reports import Transfer
@@ -81,7 +81,7 @@ def offer(
         try:
             driver = cufile.open_driver(served[0])
             path = DirectMemory(driver, config, ring, served, fd, flags)
-        except (OSError, RuntimeError) as error:
+        except ours(OSError, RuntimeError) as error:
             why = str(error)
         else:
             return path, path.transfer
@@ -152,8 +152,8 @@ class DirectMemory:
             self.join(used_devices)
             with driver.on(next(iter(self._slots))):
                 self._file = driver.open_file(plain)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            finish_after(error, self.close)
             raise
 
     def join(self, used_devices: Iterable[torch.device]) -> None:
@@ -230,7 +230,7 @@ class DirectMemory:
             self._ring.arrive(buffer)
             with self._driver.on(slots.device):
                 self._past_the_host(slots, request)
-        except DirectTransferError as error:
+        except ours(DirectTransferError) as error:
             if not self._refused:
                 self._refused = True
                 self.transfer = instead(self._word, f"{error}; from there on")
@@ -241,7 +241,7 @@ class DirectMemory:
             self._ring.arrive(buffer)
             try:
                 return transfer(request)
-            except OSError as own:  # the system's error has the cause
+            except ours(OSError) as own:  # the system's error has the cause
                 raise own from error
         if target is not None:
             slots.stream.send(slot, target)

@@ -1,22 +1,27 @@
 """Saves or loads that signal handlers interrupt at random moments; prints what was left behind.
 
-    python interrupted.py FOLDER save|load raise|work COUNT [unguarded|open]
+    python interrupted.py FOLDER save|load|tool raise|work COUNT [unguarded|open|blind]
 
-raise: the handler raises, once or up to three times in short order (a second Ctrl-C).
+raise: the handler raises, once or up to three times in short order (a second Ctrl-C). Whatever it
+raises comes out: the same object, and never nothing.
 work: it saves and loads itself, and now and then raises after that.
 Prints JSON: how often it rang, in how many of the tracebacks there were frames of fastserial, and
 before and after: descriptors, threads, the collector, memory; and what was wrong, such as a file
 that is neither the old nor the new one, which have the same bytes here.
 
+All file systems count as remote ones, which are asked again after an error.
+
 Controls: `unguarded`, see `take_guards_away`; `open`, files that are kept open,
-so that they are overwritten and not replaced.
+so that they are overwritten and not replaced; `blind`, the package takes each error for its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import gc
+import itertools
 import json
 import os
 import random
@@ -26,6 +31,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +39,8 @@ import torch
 
 import fastserial
 from fastserial import interrupts
-from fastserial.files import destination
+from fastserial.errors import CorruptCheckpointError, WriteError
+from fastserial.files import destination, linux
 
 PACKAGE = os.path.dirname(fastserial.__file__)
 BLOCKS = {"block_size": 65536, "threads": 3, "small_file": 32768, "durable": False}
@@ -48,6 +55,23 @@ class Interrupt(BaseException):
 
 class Impatience(Exception):
     """What other handlers raise, such as those of time limits."""
+
+
+def numbered(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+# What handlers raise, some of which system calls raise, too.
+RAISED: list[Callable[[], BaseException]] = [
+    Interrupt, Impatience, TimeoutError, OSError, FileNotFoundError, RuntimeError, ValueError,
+    KeyError, MemoryError,
+    *(partial(numbered, one) for one in (
+        errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EINVAL, errno.ENOENT, errno.EEXIST,
+        errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.EAGAIN, errno.ETIMEDOUT, errno.EMFILE,
+    )),
+    partial(WriteError, errno.EIO, "of another save", "other.pt"),
+    partial(CorruptCheckpointError, "another file is damaged"),
+]  # fmt: skip
 
 
 def state() -> dict[str, Any]:
@@ -86,6 +110,22 @@ def take_guards_away() -> None:
             module.finish = finish_once  # type: ignore[attr-defined]
 
 
+def shown(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def swallowed(error: BaseException) -> bool:
+    """Return whether it was the package that handled an error, where it got to last."""
+    frames = traceback.extract_tb(error.__traceback__)  # `copyreg` swallows all, for example
+    return bool(frames) and frames[0].filename.startswith(PACKAGE)
+
+
+def torchs_own(error: BaseException) -> bool:
+    """Return whether torch raised an error in a line of its own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return not frames[-1].filename.startswith(PACKAGE)
+
+
 class Trials:
     def __init__(self, folder: Path, what: str, dice: random.Random) -> None:
         self.folder = folder
@@ -102,7 +142,8 @@ class Trials:
         self.lazy = fastserial.open(folder / "large.pt")
         self.targets: list[Path] = []
         self.whole: dict[Path, bytes] = {}
-        self.calls = self.saves() if what == "save" else self.loads()
+        self.raised: list[BaseException] = []  # by the handler, in the present trial
+        self.calls = {"save": self.saves, "load": self.loads, "tool": self.tools}[what]()
 
     def saves(self) -> list[Callable[[], object]]:
         folder = self.folder / "made"
@@ -134,6 +175,35 @@ class Trials:
             lambda: self.lazy.get_tensor(self.dice.choice(list(self.large))),
         ]
 
+    def tools(self) -> list[Callable[[], object]]:
+        folder = self.folder / "made"
+        folder.mkdir()
+        large, many = self.folder / "large.pt", self.folder / "many.pt"
+        self.targets = [folder / "c.safetensors", folder / "c.pt", folder / "async.pt"]
+        model = torch.nn.Linear(40, 40)
+        saver = fastserial.Checkpointer(self.folder / "run", {"model": model, "large": self.large})
+        steps = itertools.count(1)
+
+        def checkpoint() -> None:
+            saver.save(next(steps))
+            saver.wait()
+
+        return [
+            lambda: fastserial.convert(large, self.targets[0]),
+            lambda: fastserial.convert(self.folder / "legacy.pt", self.targets[1]),
+            lambda: self.expect_ok(fastserial.verify(large)),
+            lambda: self.expect_ok(fastserial.verify(many)),
+            lambda: self.expect_ok(fastserial.verify(self.folder / "legacy.pt")),
+            lambda: fastserial.inspect(large),
+            lambda: fastserial.save_async(self.large, self.targets[2]).result(),
+            checkpoint,
+            saver.resume,
+        ]
+
+    def expect_ok(self, report: Any) -> None:
+        if report.status != "ok":
+            self.wrong.append(str(report))
+
     def read_once(self) -> None:
         """Read undisturbed."""
         self.left = 0
@@ -145,7 +215,8 @@ class Trials:
             self.found["rung"] += 1
             if self.left:
                 signal.setitimer(signal.ITIMER_REAL, self.dice.uniform(1e-5, 1e-3))
-            raise self.dice.choice([Interrupt, Impatience])
+            self.raised.append(self.dice.choice(RAISED)())
+            raise self.raised[-1]  # no variable: its frame would keep it, and it its frame
 
     def works(self, *_: object) -> None:
         if self.left <= 0:
@@ -162,14 +233,25 @@ class Trials:
         elif not torch.equal(self.lazy.get_tensor("7"), self.large["7"]):
             self.wrong.append("read something else")
         if self.dice.random() < 0.3:
-            raise Interrupt
+            self.raised.append(Interrupt())
+            raise self.raised[-1]
+
+    def ignored(self, what: Any) -> None:
+        """Count what Python prints, and nobody can catch: the handler ran in a `__del__`."""
+        if what.exc_value in self.raised:
+            self.raised.remove(what.exc_value)
+            self.found["in a finalizer"] += 1
+        else:
+            self.wrong.append(f"{what.err_msg}: {what.exc_value!r}")
 
     def attempt(self, call: Callable[[], object], took: float, most: int) -> None:
+        self.raised.clear()
         try:
             self.left = self.dice.randint(1, most)
             signal.setitimer(signal.ITIMER_REAL, self.dice.uniform(1e-6, took * 1.1))
             call()
             self.left = 0
+            self.wrong += ["swallowed: " + shown(one) for one in self.raised if swallowed(one)]
         except BaseException as error:
             self.left = 0
             self.note(error)
@@ -177,10 +259,12 @@ class Trials:
     def note(self, error: BaseException) -> None:
         """Count where the handler raised; any other error is wrong."""
         first: BaseException | None = error  # torch takes an error in a file for a bad file
-        while first is not None and not isinstance(first, Interrupt | Impatience):
+        while first is not None and first not in self.raised and not torchs_own(first):
+            first = None
+        while first is not None and first not in self.raised:
             first = first.__cause__ or first.__context__
         if first is None:
-            self.wrong.append("".join(traceback.format_exception(error)))
+            self.wrong.append(shown(error))
             return
         files = [frame.filename for frame in traceback.extract_tb(first.__traceback__)]
         self.found["inside"] += any(name.startswith(PACKAGE) for name in files)
@@ -209,7 +293,9 @@ class Trials:
             index = self.dice.randrange(len(self.calls))
             try:
                 self.attempt(self.calls[index], durations[index], most)
-            except (Interrupt, Impatience):  # in the lines around the call
+            except BaseException as error:  # in the lines around the call
+                if error not in self.raised:
+                    raise
                 self.left = 0
             self.look(index)
         faulthandler.cancel_dump_traceback_later()
@@ -219,8 +305,11 @@ class Trials:
 def main(folder: str, what: str, handler: str, count: str, guards: str = "guarded") -> None:
     if guards == "unguarded":
         take_guards_away()
+    if guards == "blind":
+        interrupts.is_foreign = lambda error: False  # type: ignore[assignment]
     torch.set_num_threads(1)
     destination.LARGE_FILE = 1 << 20
+    linux.LOCAL = frozenset()
     fastserial.install(**BLOCKS)
     trials = Trials(Path(folder), what, random.Random(SEED))
     kept = contextlib.ExitStack()
@@ -229,6 +318,7 @@ def main(folder: str, what: str, handler: str, count: str, guards: str = "guarde
             call()
         for path in trials.targets:
             kept.enter_context(path.open("r+b"))
+    sys.unraisablehook = trials.ignored
     signal.signal(signal.SIGALRM, trials.raises if handler == "raise" else trials.works)
     most = MOST_IN_A_ROW if handler == "raise" else 1
     trials.run(max(20, int(count) // 10), most)  # until all memory was used once
@@ -241,7 +331,7 @@ def main(folder: str, what: str, handler: str, count: str, guards: str = "guarde
     after = settled(before)
     for call in trials.calls:
         call()
-    names = sorted(os.listdir(trials.folder / "made")) if what == "save" else []
+    names = sorted(os.listdir(trials.folder / "made")) if what != "load" else []
     result = {"before": before, "after": after, "names": names, "wrong": trials.wrong[:3]}
     print(json.dumps({**result, "found": dict(trials.found)}))
 
