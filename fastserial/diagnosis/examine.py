@@ -310,7 +310,7 @@ def _about_folder(folder: FolderFacts, options: Config) -> Iterator[Finding]:
         yield _note(
             f"{len(folder.leftovers)} temporary files of killed saves: "
             f"{', '.join(folder.leftovers)}",
-            "remove them; the next save to the same path does it, too",
+            "remove them; the next save into the folder does it, too",
         )
 
 

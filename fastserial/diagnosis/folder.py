@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import re
-import stat
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastserial.config.performance import PAGE
 from fastserial.errors import REMEDIES
-from fastserial.files import linux
-from fastserial.files.destination import TEMPORARY_NAME
+from fastserial.files import linux, temporary
 from fastserial.files.linux import DirectAlignment, block_node, first_line
 from fastserial.interrupts import Descriptors
 from fastserial.memory.buffers import BufferPool
 
 _TRIAL = 1 << 20  # bytes that are written to a folder
-_YOUNG = 5.0  # seconds; a younger temporary file may be about to be locked by its owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +78,14 @@ def folder_problem(folder: Path) -> str | None:
 
 
 def leftovers(folder: Path) -> tuple[str, ...]:
-    """Return the names of temporary files in a folder whose save was killed."""
-    with os.scandir(folder) as entries:
-        named = [entry for entry in entries if re.fullmatch(TEMPORARY_NAME, entry.name)]
-    found = [entry.name for entry in named if _abandoned(entry.path)]
-    return tuple(sorted(found))
+    """Return the names of temporary files in a folder whose save was killed.
 
-
-def _abandoned(path: str) -> bool:
-    """Return whether no process holds the lock of a temporary file's owner."""
-    try:
-        with Descriptors() as files:
-            fd = files.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or time.time() - status.st_mtime < _YOUNG:
-                return False
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return True
-    except OSError:
-        return False
+    Raises:
+        OSError: it is no directory, or cannot be read.
+    """
+    with Descriptors() as files:
+        directory = files.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        return tuple(sorted(temporary.leftovers(directory)))
 
 
 def _device_of(path: Path) -> str:

@@ -10,8 +10,8 @@ temporary name beside the target. It gets the attributes of the old file before 
 the file is synced, linked under the temporary name, renamed over the target, and the directory is
 synced. Where there was no file, it is linked under the target's name, and nothing is renamed.
 
-Temporary names are numbered per target. The process that owns one holds a lock (`flock`) on the
-file. A name without a lock was left by a killed process; the next save to the target removes it.
+`files/temporary` has the temporary names, and removes what killed processes left. It cannot know
+all of what other hosts do: a name is renamed only if it still leads to the file that was written.
 `docs/guide/durability.md` says what each step guarantees.
 
 The attributes are owner, group, mode, ACL and extended attributes. Nobody who could not read the
@@ -38,12 +38,11 @@ from fastserial.files import linux
 from fastserial.files.linux import Attributes, attributes_of, set_attributes
 from fastserial.files.nodes import is_node
 from fastserial.files.sources import file_name, plain_file
+from fastserial.files.temporary import sweep, temporary_name
 from fastserial.interrupts import OWN, Background, Descriptors, finish, ours, suppress
 from fastserial.reasons import A_FILE, ANOTHER_OWNER, GIVE_A_PATH, RENAMES, Reason
 
-_MOST_NAMES = 10_000
-_SWEPT = 3  # leftovers are looked for under the first so many temporary names
-_NAME_MOST = 100  # bytes: with the suffix, too, no file system finds it too long
+_MOST_NAMES = 10  # that are tried: they are random
 # Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # No new file for us: a security module, or an owner that an idmapped mount does not know.
@@ -54,6 +53,7 @@ _FIRST_PAUSE = 0.5  # seconds before a save is repeated; doubled each time
 # A network or its server failed. A server that restarts does not know the file handles it gave.
 _TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 _CHANGED = "during the save it got an owner or attributes that a new file cannot have; save again"
+_LOST = "another program or host removed the new file, or put another one in its place; save again"
 _UNREADABLE = Reason(
     "the directory is not readable, so it cannot be synced", "let this user read the directory"
 )
@@ -99,6 +99,10 @@ class CannotReplace(Exception):
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class TemporaryNameLostError(OSError):
+    """Another program or host removed or replaced the new file before it got its name."""
 
 
 class PathTarget(NamedTuple):
@@ -287,8 +291,7 @@ def _tried(directory: int) -> Reason | None:
     Raises:
         OSError: something else is wrong, and the trial has no result.
     """
-    stem = f".fastserial-trial-{os.getpid()}-{os.urandom(4).hex()}"
-    names = f"{stem}-1.tmp", f"{stem}-2.tmp"
+    names = temporary_name("trial"), temporary_name("trial")
     reason = _SEQUENTIAL
     try:
         for name in names:
@@ -308,33 +311,6 @@ def _tried(directory: int) -> Reason | None:
             with suppress(OSError):
                 os.unlink(name, dir_fd=directory)
     return None
-
-
-TEMPORARY_NAME = r"(?s)\..+\.fastserial-\d+\.tmp"  # a pattern of all that `temporary_name` returns
-
-
-def temporary_name(name: str, number: int) -> str:
-    """Return a temporary name of the file `name` (without its directory), by its number."""
-    if len(name) * 4 > _NAME_MOST:
-        name = os.fsdecode(os.fsencode(name)[:_NAME_MOST])
-    return f".{name}.fastserial-{number}.tmp"
-
-
-def remove_leftover(name: str, directory: int | None = None) -> None:
-    """Remove a temporary file unless its owner is alive.
-
-    Args:
-        directory: descriptor of the directory that a relative name is in.
-    """
-    with suppress(OSError), Descriptors() as files:  # locked: its owner is alive
-        # Over NFS an exclusive lock takes a descriptor that can write.
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
-        fd = files.open(name, flags, dir_fd=directory)
-        found = os.fstat(fd)
-        if stat.S_ISREG(found.st_mode):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(found, os.stat(name, dir_fd=directory, follow_symlinks=False)):
-                os.unlink(name, dir_fd=directory)
 
 
 @functools.cache
@@ -393,7 +369,7 @@ class Replacement:
         try:
             self._open_directory()
             check_replaceable(target, self._directory)
-            self._sweep()
+            sweep(self._directory)
             self._kept = self._attributes(target.there)
             self.fd = self._create(named)
             self._take(self._kept)
@@ -449,6 +425,7 @@ class Replacement:
                 # Until it is locked, another save may take it for a leftover.
                 if _lock(fd) and self._is(name, fd):
                     return fd
+                self._remove_name()
                 self._files.close(but=1)
         except ours(OSError) as error:
             if error.errno not in _NOT_FOR_US:
@@ -460,23 +437,22 @@ class Replacement:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
     def _names(self) -> Iterator[str]:
-        return (temporary_name(self._base, number) for number in range(_MOST_NAMES))
-
-    # -- leftovers -----------------------------------------------------------------------------
-
-    def _sweep(self) -> None:
-        """Remove what killed processes left of this target, so that its space is free again."""
-        for number in range(_SWEPT):
-            name = temporary_name(self._base, number)
-            # far cheaper than a `stat` that raises; a container's filter may refuse flags
-            if os.access(name, os.F_OK, dir_fd=self._directory):
-                remove_leftover(name, self._directory)
+        return (temporary_name(self._base) for _ in range(_MOST_NAMES))
 
     def _is(self, name: str, fd: int) -> bool:
+        """Return whether a temporary name leads to an open file, as the server says, if any."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            there = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
-        except ours(FileNotFoundError):
-            return False
+            with Descriptors() as files:
+                try:
+                    # NFS asks the server when a file is opened, else it may answer from memory.
+                    there = os.fstat(files.open(name, flags, dir_fd=self._directory))
+                except ours(PermissionError):  # of the mode, which is that of the old file
+                    there = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
+        except ours(OSError) as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+                return False
+            raise
         return os.path.samestat(there, os.fstat(fd))
 
     # -- the end -------------------------------------------------------------------------------
@@ -509,9 +485,12 @@ class Replacement:
         if not is_new:
             self._update_attributes()
         if not (is_new and nameless and self._link(base)):
-            named = self.named or self._link_temporarily()
+            named = self._link_temporarily() if self.named is None else self._checked_name()
             self._hold_replaced()
-            os.rename(named, base, src_dir_fd=directory, dst_dir_fd=directory)
+            try:
+                os.rename(named, base, src_dir_fd=directory, dst_dir_fd=directory)
+            except ours(FileNotFoundError) as error:
+                raise self._lost() from error
             self.named = None
         self.committed = True
         if self.durable:
@@ -548,6 +527,22 @@ class Replacement:
             if self._link(name):
                 return name
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    def _checked_name(self) -> str:
+        """Return the temporary name, under which the file was written.
+
+        Raises:
+            OSError: it does not lead to the file any more.
+        """
+        if self.named is None or not self._is(self.named, self.fd):
+            raise self._lost()
+        return self.named
+
+    def _lost(self) -> OSError:
+        """Return the error of a temporary name that leads elsewhere or nowhere."""
+        if os.path.isdir(self.where):
+            return TemporaryNameLostError(errno.ESTALE, _LOST)
+        return OSError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def _hold_replaced(self) -> None:
         """Keep a large old file open: the rename would wait until its space is free."""
@@ -907,7 +902,7 @@ def save_error(error: OSError, target: PathTarget | Destination, needed: int | N
     if number == errno.ENOENT and isinstance(target, Replacement):
         text = "the directory was removed during the save"
     text += f"; {target.outcome}"
-    if number in REMEDIES:
+    if number in REMEDIES and not isinstance(error, TemporaryNameLostError):
         text += f". {REMEDIES[number]}"
     found = write_error(number, target.name, text)
     found.bytes_needed, found.bytes_free = needed, free

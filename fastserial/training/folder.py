@@ -23,10 +23,10 @@ from fastserial.errors import (
     FastserialError,
     RemoteError,
 )
-from fastserial.files.destination import remove_leftover
+from fastserial.files import temporary
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip_format import read_directory
-from fastserial.interrupts import ours, suppress
+from fastserial.interrupts import Descriptors, ours, suppress
 
 if TYPE_CHECKING:
     from fastserial.training.mirror import Mirror
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 Best = tuple[str, Literal["min", "max"]]
 
 OWN = "checkpointer"  # the key of what is not the user's
-# What a killed save leaves where its new file has a name (`files.destination`).
-_LEFTOVER = re.compile(r"\.(.+)\.fastserial-\d+\.tmp")
 _LOCK = ".fastserial.lock"
 _TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -228,11 +226,9 @@ class CheckpointFolder:
                 os.unlink(self.file(step))
 
     def sweep(self) -> None:
-        """Remove what killed saves left; files that other processes write are locked, and stay."""
-        for entry in list(self._entries()):
-            match = _LEFTOVER.fullmatch(entry.name)
-            if match and self.step_of(match[1]) is not None:
-                remove_leftover(entry.path)
+        """Remove what killed saves left."""
+        with suppress(OSError), Descriptors() as files:
+            temporary.sweep(files.open(self.path, os.O_RDONLY | os.O_DIRECTORY))
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         try:

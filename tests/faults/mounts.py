@@ -24,6 +24,7 @@ _PACKAGES = {
     "fusermount": "fuse3",
     "losetup": "util-linux",
     "unshare": "util-linux",
+    "bindfs": "bindfs",
 }
 _MKFS = {
     "ext4": ["mkfs.ext4", "-q", "-F"],
@@ -171,6 +172,14 @@ class Lab:
         """Mount a file over another."""
         run("mount", "--bind", source, where)
         self._stack.callback(run, "umount", where)
+
+    def local_locks(self, folder: Path) -> Path:
+        """Mount a folder once more, with locks of its own."""
+        where = self._new("bindfs")
+        where.mkdir()
+        run("bindfs", folder, where)
+        self._stack.callback(self.unmount, where)
+        return where
 
     def mirror_of_below(self, *options: str) -> Path:
         """Make the folder `below`, and mount it by `mirror`."""

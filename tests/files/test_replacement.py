@@ -1,4 +1,4 @@
-"""Replacing a file: leftovers, locks, and what each failing step leaves and says."""
+"""Replacing a file: names, locks, and what each failing step leaves and says."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +16,10 @@ import pytest
 import torch
 from support.identity import fast
 
-from fastserial.errors import WriteError
+from fastserial.errors import MissingDirectoryError, WriteError
 from fastserial.files import destination as replacement_module
 from fastserial.files import linux
-from fastserial.files.destination import Replacement, StockWay, open_path, temporary_name
+from fastserial.files.destination import Replacement, StockWay, open_path
 from fastserial.saving.writer import FastFileWriter
 
 
@@ -55,53 +56,49 @@ def test_others_replace_and_remove_the_file_meanwhile(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-# -- leftovers -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("slots", [[0], [0, 1, 2], [2]])
-def test_what_killed_processes_left_is_removed(target: Path, named: bool, slots: list[int]) -> None:
-    for slot in slots:
-        (target.parent / temporary_name("x.pt", slot)).write_bytes(b"left")
-    write(target, b"new")
-    assert os.listdir(target.parent) == ["x.pt"]
-    assert target.read_bytes() == b"new"
-
-
-def test_a_live_temporary_file_is_left_alone(target: Path, named: bool) -> None:
-    live = target.parent / temporary_name("x.pt", 0)
-    with live.open("wb") as file:
-        file.write(b"somebody is writing this")
-        file.flush()
-        fcntl.flock(file, fcntl.LOCK_EX)
-        write(target, b"new")
-        assert live.read_bytes() == b"somebody is writing this"
-        assert target.read_bytes() == b"new"
-    write(target, b"newer")
-    assert not live.exists()
-
-
-def test_what_only_looks_like_one_is_left_alone(target: Path, named: bool) -> None:
-    folder = target.parent
-    (folder / temporary_name("x.pt", 0)).mkdir()
-    os.mkfifo(folder / temporary_name("x.pt", 1))
-    (folder / temporary_name("x.pt", 2)).symlink_to(target)
-    (folder / temporary_name("y.pt", 0)).write_bytes(b"another target's")
-    before = set(os.listdir(folder))
-    write(target, b"new")
-    assert set(os.listdir(folder)) == before
-    assert target.read_bytes() == b"new"
+# -- temporary names -----------------------------------------------------------------------------
 
 
 def test_two_at_once_take_two_names(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replacement_module, "_can_link", lambda: False)
     first, second = replacement_of(target), replacement_of(target)
-    assert {first.named, second.named} == {temporary_name("x.pt", slot) for slot in (0, 1)}
+    assert first.named != second.named
     for number, replacement in enumerate((first, second)):
         os.write(replacement.fd, b"%d" % number)
         replacement.sync()
         replacement.commit()
     assert target.read_bytes() == b"1"
     assert os.listdir(target.parent) == ["x.pt"]
+
+
+@pytest.mark.parametrize("other", [None, b"another's half file"])
+def test_a_name_that_leads_elsewhere_is_not_renamed(
+    target: Path, other: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replacement_module, "_can_link", lambda: False)
+    file = FastFileWriter(target)
+    file.write(b"new")
+    (name,) = set(os.listdir(target.parent)) - {"x.pt"}
+    (target.parent / name).unlink()
+    if other is not None:
+        (target.parent / name).write_bytes(other)
+    with pytest.raises(WriteError, match="removed the new file, or put another") as caught:
+        file.close()
+    assert caught.value.errno == errno.ESTALE
+    assert "the previous file is intact" in str(caught.value)
+    assert target.read_bytes() == b"old"
+    left = set(os.listdir(target.parent)) - {"x.pt"}
+    assert left == (set() if other is None else {name}), "another's file is not ours to remove"
+
+
+def test_a_directory_that_is_removed_during_the_save(tmp_path: Path, named: bool) -> None:
+    path = tmp_path / "folder" / "x.pt"
+    path.parent.mkdir()
+    file = FastFileWriter(path)
+    file.write(b"new")
+    shutil.rmtree(path.parent)
+    with pytest.raises(MissingDirectoryError, match="directory was removed"):
+        file.close()
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
@@ -149,7 +146,7 @@ STEPS = [
     ("rename", errno.ESTALE, "remount it"),
     ("rename", errno.EROFS, "Remount"),
     ("rename", errno.ENOTCONN, "FUSE"),
-    ("rename", errno.ENOENT, "directory was removed"),
+    ("rename", errno.ENOENT, "another program or host removed"),
     ("fchmod", errno.EIO, "kernel log"),
 ]
 
@@ -169,7 +166,7 @@ def test_an_error_says_what_happened_and_keeps_the_old_file(
     assert isinstance(error, OSError)
     assert isinstance(error, RuntimeError)
     assert isinstance(error.__cause__, OSError)
-    assert error.errno == number
+    assert error.errno == (errno.ESTALE if number == errno.ENOENT else number)
     assert error.filename == str(target)
     assert "the previous file is intact" in str(error)
     assert remedy in str(error)

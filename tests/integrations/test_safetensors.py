@@ -17,10 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file, save_model  # bound before `install`
 from support import ranks
 from support.limits import file_size_limit
+from support.others import in_child
 from support.processes import python
 
 import fastserial
 from fastserial import reports
+from fastserial.files import temporary
+from fastserial.files.temporary import temporary_name
 from fastserial.formats.safetensors import split
 
 if not hasattr(safetensors, "TensorSpec"):
@@ -131,7 +134,9 @@ def test_a_save_that_fails_leaves_what_was_there(
     assert path.is_symlink() == ("link" in kind)
     assert kind == "dangling link" or load_file(path)["a"].tolist() == [1.0] * 3
     assert os.listdir(tmp_path) == ["a"]
-    (tmp_path / ".a.fastserial-0.tmp").touch()  # of a process that was killed before the rename
+    # of a process that was killed before the rename
+    (tmp_path / in_child(lambda: temporary_name("a"))).touch()
+    temporary._due.clear()
     save_file({"a": torch.zeros(3)}, path)
     assert load_file(path)["a"].tolist() == [0.0] * 3
     assert os.listdir(tmp_path) == ["a"]

@@ -12,9 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.lives import names
+from support.others import in_child
 
 import fastserial
 from fastserial import Checkpointer
+from fastserial.files.temporary import temporary_name
 from fastserial.training import checkpointer as module
 from fastserial.training.folder import Retention, seconds_of
 
@@ -95,7 +97,7 @@ def test_metrics_have_to_have_what_is_compared(tmp_path: Path) -> None:
 def test_names(tmp_path: Path) -> None:
     """Others stay, also those that are much like them; what killed saves left goes."""
     others = {"run-10.ckpt.bak", "run-010.ckpt", "run-1.pt", ".other.pt.fastserial-0.tmp"}
-    for name in (*others, ".run-4.ckpt.fastserial-0.tmp"):
+    for name in (*others, in_child(lambda: temporary_name("run-4.ckpt"))):
         (tmp_path / name).write_bytes(b"mine")
     (tmp_path / "run-0.ckpt").mkdir()
     state = {"x": 1}
