@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from fastserial.checkpoints.own_loading import (
+    Conversion,
+    conversion_of,
+    is_scalar_for,
+    load_by_module,
+)
 from fastserial.checkpoints.tensor_read import (
     direct_extent,
     meta_of,
@@ -85,9 +92,14 @@ def load_into(
         fastserial.load_into(model, "ckpt.pt", key="model")
 
     Keys must match as for `load_state_dict`; keys of nested dictionaries and lists are joined by
-    dots. Values of a dictionary that are not tensors are not changed. The pickle is read, but never
-    executed, and hooks of modules are not run. A module whose `state_dict` has values outside of
-    its own memory (extra states, persistent metrics, copies) is refused.
+    dots. Values of a dictionary that are not tensors are not changed. The pickle is read, but not
+    executed.
+
+    Where more than memory has to be filled, a module's own `load_state_dict` gets the entries of
+    the file, loaded with `weights_only=True` into a second copy. That is so if its `state_dict` has
+    values of its own (extra states, copies), if its class or a hook of the user's changes what is
+    loaded, or if torch's conversion of older files is needed (BatchNorm without
+    `num_batches_tracked`, old names of weight_norm, lazy modules).
 
     Args:
         target: what to fill, in place.
@@ -104,8 +116,9 @@ def load_into(
 
     Raises:
         ConfigError: `verify`, and the file has no checksums; nothing was changed.
-        LoadMismatchError: keys, dtypes or shapes differ, two targets share a part of their memory,
-            or a module's state is not in its memory; nothing was changed. A `RuntimeError`.
+        LoadMismatchError: keys, dtypes or shapes differ, or two targets share a part of their
+            memory; nothing was changed, but where a module's own `load_state_dict` was asked, what
+            that has loaded before its error. A `RuntimeError`.
         CorruptCheckpointError: the file is damaged, or changed while it was read.
         OSError: it cannot be read.
     """
@@ -114,7 +127,6 @@ def load_into(
     state: Any = target
     if isinstance(target, torch.nn.Module):
         state = dict(target.state_dict())
-        _refuse_copies(target, state)
     wanted = _tensors(state)
     with FastFileReader(path, config) as reader:
         unchecked: str | None = None
@@ -123,8 +135,13 @@ def load_into(
             unchecked = _unchecked(reader, config, bool(verify))
         with paused_collection() as pause:
             container = open_readable(DescriptorSource(reader.fd), reader.name)
-            fills, left = _match(wanted, container, key, strict, type(target).__name__)
-            fills = _last_of_each(fills)
+            match = _match(wanted, container, key, strict)
+            if isinstance(target, torch.nn.Module) and _needs_own(target, state, match):
+                pause.end()
+                form = container.format
+                return LoadedKeys(*load_by_module(target, path, form, key, strict, config))
+            match.raise_problems(type(target).__name__)
+            fills = _last_of_each(match.fills)
             if reader.size > len(fills) * FEW_BYTES:
                 pause.end()  # reading may take long
             reader.attend([fill.target.untyped_storage() for fill in fills])
@@ -143,7 +160,7 @@ def load_into(
     for fill in fills:
         if not fill.target.is_inference():
             torch.autograd.graph.increment_version(fill.target)
-    return left
+    return match.left
 
 
 def _unchecked(reader: FastFileReader, config: Config, required: bool) -> str | None:
@@ -163,15 +180,23 @@ def _unchecked(reader: FastFileReader, config: Config, required: bool) -> str | 
     return f"not verified: {why}"
 
 
-# -- modules whose state is not in their memory --------------------------------------------------
+# -- modules that have to load by themselves ------------------------------------------------------
 
 
-def _refuse_copies(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Refuse a state with copies, or with values that are no tensors: filling it has no effect.
+def _needs_own(module: torch.nn.Module, state: Mapping[str, Any], match: _Match) -> bool:
+    """Return whether only the module's own `load_state_dict` can load a file."""
+    if match.is_refused:
+        return False
+    conversion = conversion_of(module)
+    if conversion is Conversion.USERS or not _is_in_memory(module, state):
+        return True
+    if conversion is Conversion.TORCHS:
+        return bool(match.problems or match.left.missing_keys or match.left.unexpected_keys)
+    return bool(match.problems) and match.only_scalars
 
-    Raises:
-        LoadMismatchError: it has such values.
-    """
+
+def _is_in_memory(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
+    """Return whether a state has tensors of the module only: to fill them is to fill it."""
     spots = {
         _spot(value)
         for one in module.modules()
@@ -180,16 +205,13 @@ def _refuse_copies(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         if isinstance(value, torch.Tensor)
     }
     spots.add(None)
-    for key, value in state.items():
-        if not isinstance(value, torch.Tensor) or _spot(value) not in spots:
-            raise LoadMismatchError(
-                f"{key!r} in the state_dict() of this {type(module).__name__} is not in its memory "
-                "(an extra state, or a copy): use module.load_state_dict(fastserial.load(path))"
-            )
+    return all(isinstance(one, torch.Tensor) and _spot(one) in spots for one in state.values())
 
 
 def _spot(tensor: torch.Tensor) -> tuple[torch.device, int] | None:
     """Return device and address of a tensor's storage, None if it has no memory."""
+    if is_lazy(tensor):
+        return None
     try:
         address = tensor.untyped_storage().data_ptr()
     except ours(NotImplementedError, RuntimeError):
@@ -204,19 +226,48 @@ def _tensors(target: Any) -> dict[str, torch.Tensor]:
     if not isinstance(target, Mapping):
         raise TypeError(f"load_into fills a module or a dictionary, not {type(target).__name__}")
     return {
-        ".".join(map(str, path)): value.detach()
+        ".".join(map(str, path)): value if is_lazy(value) else value.detach()
         for path, value in walk(target)
         if isinstance(value, torch.Tensor)
     }
 
 
-def _match(
-    wanted: dict[str, torch.Tensor],
-    index: Container,
-    prefix: str,
-    strict: bool,
-    name: str,
-) -> tuple[list[_Fill], LoadedKeys]:
+@dataclass(slots=True)
+class _Match:
+    """What is to be read, and what differs.
+
+    Attributes:
+        fills: tensors of the target and their partners in the file.
+        left: the keys without a partner.
+        problems: differences, as text.
+        is_refused: one of them is not for `load_state_dict` to decide: the dtype, or no memory.
+        only_scalars: all of them are of one element with and without a dimension.
+    """
+
+    fills: list[_Fill]
+    left: LoadedKeys
+    problems: list[str] = field(default_factory=list)
+    is_refused: bool = False
+    only_scalars: bool = True
+
+    def raise_problems(self, name: str) -> None:
+        """Raise what differs.
+
+        Args:
+            name: of the target's type.
+
+        Raises:
+            LoadMismatchError: something differs.
+        """
+        if not self.problems:
+            return
+        more = len(self.problems) - _SHOWN
+        lines = "\n\t".join(self.problems[:_SHOWN])
+        rest = f"\n\t... and {more} more" if more > 0 else ""
+        raise LoadMismatchError(f"the checkpoint does not fit this {name}:\n\t{lines}{rest}")
+
+
+def _match(wanted: dict[str, torch.Tensor], index: Container, prefix: str, strict: bool) -> _Match:
     """Return what to read, having compared everything.
 
     Args:
@@ -224,10 +275,9 @@ def _match(
         index: the tensors of the checkpoint.
         prefix: key of the part that is used.
         strict: every tensor of either side must have its partner.
-        name: of the target, for errors.
 
     Raises:
-        LoadMismatchError: something differs.
+        LoadMismatchError: the checkpoint does not have that part.
     """
     start = f"{prefix}." if prefix else ""
     if prefix and wanted and not any(key == prefix or key.startswith(start) for key in index):
@@ -236,29 +286,35 @@ def _match(
     missing = [key for key in wanted if key not in there]
     unexpected = [key for key in index if key.startswith(start)]
     unexpected = [key[len(start) :] for key in unexpected if key[len(start) :] not in wanted]
-    wrong: list[str] = []
+    match = _Match([], LoadedKeys(missing, unexpected))
     if strict and missing:
-        wrong.append(f"not in the checkpoint: {_listed(missing)}")
+        match.problems.append(f"not in the checkpoint: {_listed(missing)}")
     if strict and unexpected:
-        wrong.append(f"only in the checkpoint: {_listed(unexpected)}")
-    fills: list[_Fill] = []
+        match.problems.append(f"only in the checkpoint: {_listed(unexpected)}")
+    match.only_scalars = not match.problems
     for key, target in wanted.items():
         if key not in there:
             continue
         try:
             stored = index.tensor(start + key)
         except ours(UnreadableTensorError) as error:
-            wrong.append(str(error))
+            match.problems.append(str(error))
+            match.only_scalars = False
             continue
         objection = _objection(target, stored)
         if objection is not None:
-            wrong.append(f"{key}: {objection}")
-        fills.append(_Fill(key, target, stored, index.offset_of(stored)))
-    if wrong:
-        more = f"\n\t... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        lines = "\n\t".join(wrong[:_SHOWN])
-        raise LoadMismatchError(f"the checkpoint does not fit this {name}:\n\t{lines}{more}")
-    return fills, LoadedKeys(missing, unexpected)
+            match.problems.append(f"{key}: {objection}")
+            match.is_refused |= _is_refused(target, stored)
+            match.only_scalars &= is_scalar_for(target, stored.shape)
+        match.fills.append(_Fill(key, target, stored, index.offset_of(stored)))
+    return match
+
+
+def _is_refused(target: torch.Tensor, stored: TensorEntry) -> bool:
+    """Return whether a tensor is not filled by any means."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    no_memory = target.device.type == "meta" and not is_lazy(target)
+    return no_memory or (dtype != stored.dtype and not is_lazy(target))
 
 
 def _near(prefix: str, index: Container) -> str:
@@ -275,6 +331,8 @@ def _listed(keys: Sequence[str]) -> str:
 
 
 def _objection(target: torch.Tensor, stored: TensorEntry) -> str | None:
+    if is_lazy(target):
+        return "it has no shape yet (a lazy module)"
     dtype = str(target.dtype).removeprefix("torch.")
     if type(target) is not torch.Tensor and type(target) is not torch.nn.Parameter:
         return f"a {type(target).__name__} cannot be filled in place"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.corpus import MIB, noise
 from support.damage import flip
-from support.identity import digest, saved
+from support.identity import saved
 from support.limits import peak
 from support.loading import FORCED, last_report
 from torch import nn
@@ -205,24 +205,3 @@ def test_memory(direct: bool, tmp_path: Path) -> None:
     with fastserial.options(direct=direct):
         assert peak(lambda: load_into(target, path)) < 96 * MIB
     os.unlink(path)
-
-
-# -- what a module does not hold itself ------------------------------------------------------------
-
-
-class Extra(nn.Linear):
-    """An extra state."""
-
-    def get_extra_state(self) -> Any:
-        return {"a": 1}
-
-
-def test_a_state_that_is_not_in_the_modules_memory_is_refused(tmp_path: Path) -> None:
-    """To fill its values would not fill the module."""
-    module = Extra(3, 3)
-    path = saved(tmp_path, module.state_dict())
-    before = digest(module.state_dict())
-    for strict in (True, False):
-        with pytest.raises(LoadMismatchError, match=r"not in its memory .*load_state_dict\("):
-            load_into(module, path, strict=strict)
-    assert digest(module.state_dict()) == before

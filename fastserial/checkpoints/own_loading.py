@@ -1,0 +1,139 @@
+"""Loads that only a module's own `load_state_dict` can do: it converts older files, by hooks."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
+
+from fastserial.checkpoints.lazy import open_checkpoint
+from fastserial.checkpoints.load import load
+from fastserial.config import Config, options
+from fastserial.errors import LoadMismatchError
+from fastserial.interrupts import ours
+
+_LOADING = ("_load_from_state_dict", "load_state_dict")
+
+
+class Conversion(enum.IntEnum):
+    """What may change the entries of a file while a module loads them."""
+
+    NONE = 0
+    TORCHS = 1  # adds, renames or reshapes entries: nothing where keys and shapes are the module's
+    USERS = 2  # may do anything
+
+
+def conversion_of(module: Module) -> Conversion:
+    """Return what may change a file's entries: methods that are overridden, and hooks."""
+    return max((_conversion(one) for one in _loading_code(module)), default=Conversion.NONE)
+
+
+def _loading_code(module: Module) -> Iterator[Callable[..., Any]]:
+    for one in module.modules():
+        for name in _LOADING:
+            method = vars(one).get(name) or getattr(type(one), name)
+            if method is not getattr(Module, name):
+                yield method
+        yield from one._load_state_dict_pre_hooks.values()
+        yield from one._load_state_dict_post_hooks.values()
+
+
+def _conversion(function: Any) -> Conversion:
+    function = getattr(function, "hook", function)  # torch wraps hooks that get the module
+    while isinstance(function, partial):
+        function = function.func
+    home = getattr(function, "__module__", None) or type(function).__module__
+    return Conversion.TORCHS if home.partition(".")[0] == "torch" else Conversion.USERS
+
+
+def load_by_module(
+    module: Module,
+    path: str | os.PathLike[str],
+    container: str,
+    key: str,
+    strict: bool,
+    config: Config,
+) -> tuple[list[str], list[str]]:
+    """Load a part of a file by a module's own `load_state_dict`, as after `torch.load`.
+
+    Args:
+        module: what is filled.
+        path: the file.
+        container: its format.
+        key: the part of it; empty: all of it.
+        strict: as `Module.load_state_dict`.
+        config: options of the load.
+
+    Returns:
+        The keys that are missing, and those that are not used.
+
+    Raises:
+        LoadMismatchError: torch's `load_state_dict` refuses the entries; some may be loaded.
+        UnpicklingError: it needs more than `weights_only` allows.
+        CorruptCheckpointError: the file is damaged.
+        OSError: it cannot be read.
+    """
+    value: Any
+    if container == "safetensors":
+        with open_checkpoint(path) as file:
+            value = {name: file.get_tensor(name) for name in file}
+    else:
+        own = {name: getattr(config, name) for name in Config.__slots__ if name != "safetensors"}
+        with options(**own):
+            value = load(path, map_location="cpu", weights_only=True)
+    state = _part(value, key)
+    more = {} if strict else {"strict": False}  # the user's own method may not take it
+    try:
+        found = module.load_state_dict(state, **more)
+    except ours(RuntimeError) as error:
+        if type(error) is not RuntimeError:  # the user's own
+            raise
+        raise LoadMismatchError(
+            f"the checkpoint does not fit this {type(module).__name__}, whose own "
+            f"load_state_dict() was asked: {error}"
+        ) from error
+    if found is None:  # the user's own method
+        return [], []
+    return list(found.missing_keys), list(found.unexpected_keys)
+
+
+def _part(value: Any, key: str) -> dict[str, Any]:
+    """Return the state dict under a key, with the versions of its modules.
+
+    Args:
+        value: what the file holds.
+        key: names of entries, joined by dots; the last may be the beginning of a flat name.
+    """
+    rest = f"{key}." if key else ""
+    while rest and isinstance(value, Mapping):
+        names = [name for name in value if type(name) is str and rest.startswith(f"{name}.")]
+        if not names:
+            break
+        name = max(names, key=len)
+        value, rest = value[name], rest[len(name) + 1 :]
+    if not isinstance(value, Mapping):
+        raise LoadMismatchError(f"under key={key!r} is a {type(value).__name__}, not a state_dict")
+    state: OrderedDict[str, Any] = OrderedDict(
+        (name[len(rest) :], item) for name, item in value.items() if str(name).startswith(rest)
+    )
+    versions = getattr(value, "__dict__", {}).get("_metadata")
+    if versions is not None:
+        inside = {
+            f"{name}."[len(rest) :]: one
+            for name, one in versions.items()
+            if f"{name}.".startswith(rest)
+        }
+        state._metadata = {name.removesuffix("."): one for name, one in inside.items()}  # type: ignore[attr-defined]
+    return state
+
+
+def is_scalar_for(target: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    """Return whether torch takes a stored tensor of one element for one without dimensions."""
+    return not is_lazy(target) and target.dim() == 0 and shape == (1,)
