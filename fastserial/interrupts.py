@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import errno
 import inspect
 import io
@@ -58,6 +59,7 @@ from fastserial.errors import FastserialError
 
 OWN = os.O_ASYNC  # means nothing where a regular file is opened: our own descriptors have it
 _BOTTOM = -1  # of a list of descriptors
+_close = ctypes.CDLL(None).close  # raises nothing: the others are closed, too
 _TRIES = 100  # a step that fails so often will not end
 
 
@@ -244,7 +246,7 @@ class Descriptors:
     def __init__(self) -> None:
         self._fds: list[int] = [_BOTTOM]
         self._free: Callable[[], object] = partial(
-            deque, map(os.close, iter(self._fds.pop, _BOTTOM)), 0
+            deque, map(_close, iter(self._fds.pop, _BOTTOM)), 0
         )
 
     # No handler runs before it is done: there is no function of Python's in it.

@@ -6,18 +6,23 @@ import ast
 import errno
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
+from support.others import in_child
 from support.processes import run
 
 import fastserial
+from fastserial.engines.deepspeed import aio_op, engine
 from fastserial.errors import StorageChangedError
 from fastserial.interrupts import (
+    Descriptors,
     cleanup,
     finish,
     finish_after,
@@ -25,6 +30,9 @@ from fastserial.interrupts import (
     ours,
     suppress,
 )
+from fastserial.patching import install
+from fastserial.training.folder import CheckpointFolder, Retention
+from fastserial.training.mirror import Mirror
 
 
 @pytest.mark.parametrize("what", ["save", "load", "half"])
@@ -44,6 +52,47 @@ def test_while_the_interpreter_shuts_down(what: str, tmp_path: Path) -> None:
         assert run("at_exit", again, what, "stock", code=1).out == "done\n"
         assert len(torch.load(path)) == 10
         assert path.read_bytes() == again.read_bytes()
+
+
+def test_descriptors_that_nobody_refers_to_are_all_closed() -> None:
+    """Also where one is not open any more, or a network file system fails at the close."""
+    files = Descriptors()
+    fds = [files.open("/dev/null", os.O_RDONLY) for _ in range(3)]
+    os.close(fds[1])
+    del files
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+@pytest.mark.parametrize("of", ["deepspeed", "aio_op", "install", "mirror"])
+def test_no_lock_of_a_thread_is_held_in_a_forked_child(
+    of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would release it there."""
+    monkeypatch.setattr("fastserial.training.mirror.remote_folder", lambda *_, **__: None)
+    folder = CheckpointFolder(str(tmp_path), "{step}.pt")
+    mirror = Mirror("s3://none", folder, Retention(1), None, 1)
+    owner: Any = {"deepspeed": engine, "aio_op": aio_op, "install": install, "mirror": mirror}[of]
+    holding, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with owner._lock:
+            holding.set()
+            forked.wait(60)
+
+    def is_free() -> bool:
+        return bool(owner._lock.acquire(blocking=False))
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert holding.wait(60)
+    try:
+        assert not is_free()
+        assert in_child(is_free)
+    finally:
+        forked.set()
+        thread.join()
 
 
 def test_clean_up_goes_on_where_it_was_interrupted() -> None:

@@ -409,7 +409,10 @@ class Replacement:
                 # Nobody can open a file without a name.
                 mode = 0o666 if self._kept is None else self._kept.mode & 0o777
                 try:
-                    return self._files.open(".", flags | os.O_TMPFILE, mode, self._directory)
+                    fd = self._files.open(".", flags | os.O_TMPFILE, mode, self._directory)
+                    if self._kept is None:
+                        linux.apply_umask(fd, self._directory)
+                    return fd
                 except ours(OSError) as error:
                     if error.errno not in _NO_TMPFILE:
                         raise

@@ -68,7 +68,8 @@ _STATX_MNT_ID_UNIQUE = 0x4000  # never used again: since 6.8
 _StatX = ctypes.c_char * 256  # `struct statx`
 _ATTRIBUTES = struct.Struct("<8xQ40xQ")  # the attributes, and which of them are known
 _MASK, _MOUNT, _ALIGNMENTS = struct.Struct("=I"), struct.Struct("=144xQ"), struct.Struct("=152xII")
-_StatFs = ctypes.c_long * 32  # more than any machine's `struct statfs`, which begins with the type
+# More than any machine's `struct statfs`, which begins with the type, as a word.
+_StatFs = (ctypes.c_uint if os.uname().machine == "s390x" else ctypes.c_long) * 64
 # Of calls that a save can do without: no other error is the disk's. FUSE servers, network file
 # systems and filters of system calls answer what they like.
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -463,7 +464,7 @@ def reads_through_cache(config: Config, nbytes: int) -> bool:
     return config.cache == "keep" or fits(nbytes)
 
 
-_CACHESTAT = 451  # the same on every architecture
+_CACHESTAT = 451  # the same on every architecture that torch runs on; on MIPS it is not a call
 _COUNTS = 5  # of pages: cached, dirty, being written, evicted, recently evicted
 _PROBES = 4
 
@@ -637,6 +638,38 @@ def attributes_of(status: os.stat_result, file: int | str) -> Attributes:
         if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):  # there are none
             raise
     return Attributes(stat.S_IMODE(status.st_mode), (status.st_uid, status.st_gid), extended)
+
+
+def apply_umask(fd: int, directory: int) -> None:
+    """Take the permissions off a new nameless file that `umask` denies.
+
+    Before Linux 6.0 the kernel does not, on a mount without ACLs (with them, those of the directory
+    may grant more).
+
+    Args:
+        fd: of a file that was just made with O_TMPFILE.
+        directory: descriptor of the directory that it is in.
+
+    Raises:
+        OSError: it cannot be changed.
+    """
+    mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    if mode & 0o666 != 0o666:  # the kernel does, or an ACL of the directory did
+        return
+    try:
+        os.getxattr(directory, "system.posix_acl_default")
+    except ours(OSError) as error:
+        if error.errno == errno.EOPNOTSUPP:
+            os.fchmod(fd, mode & ~_umask())
+
+
+def _umask() -> int:
+    """Return the process's umask; that denies all to others where it is not known (Linux 4.6)."""
+    try:
+        with open("/proc/thread-self/status", encoding="utf-8", errors="replace") as lines:
+            return next(int(line[6:], 8) for line in lines if line.startswith("Umask:"))
+    except ours(OSError, ValueError, StopIteration):
+        return 0o077
 
 
 def set_attributes(fd: int, wanted: Attributes) -> None:

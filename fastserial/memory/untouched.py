@@ -16,7 +16,6 @@ from fastserial.memory.storages import new_storage
 
 _ALIGN = 64
 _PROT_NONE = 0
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
@@ -37,7 +36,7 @@ class Untouched:
             OSError: there are not as many.
         """
         self._nbytes = nbytes + (count + 1) * _ALIGN
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # counts for nothing: it is not writable
         address = _libc.mmap(None, self._nbytes, _PROT_NONE, flags, -1, 0)
         if address is None or address == ctypes.c_void_p(-1).value:
             number = ctypes.get_errno()

@@ -29,11 +29,14 @@ from itertools import pairwise
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.config.performance import CLONED_PIECE, FILL_CHUNK, PAGE
+from fastserial.files.linux import preadv
 from fastserial.formats.extents import Data, Extent
 from fastserial.interrupts import Background, Descriptors, cleanup, ours
 from fastserial.reasons import Reason
 
-_FICLONERANGE = 0x4020940D
+# linux/fs.h; these machines have other bits for the direction of an ioctl
+_OTHER_BITS = ("ppc", "mips", "sparc", "alpha")
+_FICLONERANGE = 0x8020940D if os.uname().machine.startswith(_OTHER_BITS) else 0x4020940D
 _RANGE = struct.Struct("=qQQQ")  # `struct file_clone_range`: descriptor, offset, length, new offset
 _ON_ONE_DISK = "save to the file system of the base, if that has reflinks (XFS, btrfs)"
 
@@ -191,7 +194,7 @@ class _Comparison:
             size = min(FILL_CHUNK, length - done)
             source.memory.copy_to(self._addresses[0], start + done, size)
             try:
-                read = os.preadv(self._fd, [memoryview(self._theirs)[:size]], at + offset + done)
+                read = preadv(self._fd, [memoryview(self._theirs)[:size]], at + offset + done)
             except ours(OSError):  # the disk fails: what is there is not known to be the same
                 return None
             if read != size or _memcmp(*self._addresses, size):

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from fastserial.training.folder import CheckpointFolder, Retention
 _CHUNK = 8 * 1024 * 1024
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries of an upload
 _log = logging.getLogger("fastserial")
+_mirrors: weakref.WeakSet[Mirror] = weakref.WeakSet()
 
 
 class Mirror:
@@ -60,6 +62,7 @@ class Mirror:
         self._thread: threading.Thread | None = None
         self._caught_up = False
         self._manifests: dict[int, dict[str, Any]] = {}
+        _mirrors.add(self)
 
     # -- uploads ---------------------------------------------------------------------------------
 
@@ -307,6 +310,15 @@ class Mirror:
                 problem = f"it has {nbytes} bytes, not {manifest['nbytes']}"
             if problem is not None:
                 raise CorruptCheckpointError(problem, path=f"{self._remote.url}/{name}")
+
+
+def _in_child() -> None:
+    """Renew locks: the thread that may have held one does not exist in a forked child."""
+    for mirror in _mirrors:
+        mirror._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _manifest_name(name: str) -> str:

@@ -54,6 +54,42 @@ def everything(path: Path) -> tuple[Any, ...]:
     return found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode), extended
 
 
+@pytest.mark.parametrize("acls", [True, False])
+@pytest.mark.parametrize("umask", [0o077, 0o022, 0o000])
+def test_a_kernel_that_ignores_the_umask_opens_no_file_to_more_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int, acls: bool
+) -> None:
+    """Linux before 6.0 does with O_TMPFILE, where a mount has no ACLs."""
+    made = []
+
+    def old_kernel(path: Any, flags: int, *arguments: Any, **named: Any) -> int:
+        if flags & os.O_TMPFILE != os.O_TMPFILE or acls:
+            return os_open(path, flags, *arguments, **named)
+        before = os.umask(0)
+        try:
+            made.append(os_open(path, flags, *arguments, **named))
+        finally:
+            os.umask(before)
+        return made[-1]
+
+    def no_acls(*arguments: Any, **named: Any) -> bytes:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    os_open = os.open
+    monkeypatch.setattr(os, "open", old_kernel)
+    if not acls:
+        monkeypatch.setattr(os, "getxattr", no_acls)
+    before = os.umask(umask)
+    try:
+        with fast():
+            torch.save([1], tmp_path / "ours")
+        (tmp_path / "stocks").touch()
+    finally:
+        os.umask(before)
+    assert bool(made) is not acls
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "stocks").stat().st_mode
+
+
 def save(path: Path) -> Any:
     with FastFileWriter(path) as writer:
         writer.write(b"new")

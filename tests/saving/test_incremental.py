@@ -53,6 +53,21 @@ def backbone(nbytes: int = 20 << 20) -> dict[str, Any]:
     return {"frozen": frozen, "adapter": torch.zeros(100_000), "step": 0}
 
 
+def test_where_a_filter_of_system_calls_refuses_preadv2(
+    tmp_path: Path, reflinks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python calls it for `preadv`."""
+
+    def refused(*arguments: Any) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    save(backbone(), tmp_path / "a", None)
+    monkeypatch.setattr(os, "preadv", refused)
+    report = save(backbone(), tmp_path / "b", tmp_path / "a")
+    assert report.cloned > 19 << 20
+    assert reflinks
+
+
 @pytest.mark.trials(30, 1000)
 def test_random_sequences(
     tmp_path: Path,

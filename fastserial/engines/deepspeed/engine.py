@@ -96,6 +96,18 @@ def locked_pool(handle: Any, count: int, nbytes: int) -> LockedPool | None:
     return LockedPool(handle, tensor, count, nbytes)
 
 
+def _forget() -> None:
+    """In a forked child: no lock is inherited, nor locked memory; DeepSpeed must not free that."""
+    global _lock
+    _lock = threading.RLock()
+    for tensor in _spare:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
+    _spare.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def may_lock(nbytes: int) -> bool:
     """Return whether this process may lock so many bytes now."""
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
