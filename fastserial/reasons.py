@@ -11,6 +11,7 @@ ANOTHER_OWNER = "save into a directory of this user's, or as the file's owner"
 RENAMES = "save to a directory where files can be renamed"
 QUICKER = "none needed: it is quicker"
 ASKED = "none needed: the program asked for it"
+ASKED_ONCE = "none needed: later ones there use the page cache at once"
 SEE_DOCTOR = "see `fastserial doctor FOLDER`"
 
 

@@ -332,6 +332,24 @@ def open_direct(fd: int, flags: int, block_size: int, files: Descriptors) -> Dir
         return DirectFile(-1, alignment, why)
 
 
+_refusing: set[tuple[int, int]] = set()  # devices that take O_DIRECT, and no direct transfer
+
+
+def refuse_direct(fd: int, access: int) -> None:
+    """Note that the file system of an open file has refused a direct transfer.
+
+    Args:
+        fd: of the file.
+        access: `os.O_RDONLY` for a read, `os.O_WRONLY` for a write.
+    """
+    _refusing.add((os.fstat(fd).st_dev, access))
+
+
+def refuses_direct(fd: int, access: int) -> bool:
+    """Return whether the file system of an open file is known to refuse direct transfers."""
+    return bool(_refusing) and (os.fstat(fd).st_dev, access) in _refusing
+
+
 def reserve(fd: int, offset: int, nbytes: int, config: Config) -> None:
     """Reserve the space of a large new file: a full disk is noticed early, extents are contiguous.
 

@@ -12,7 +12,6 @@ from io import BufferedWriter
 
 from fastserial.files import linux
 from fastserial.interrupts import ours
-from fastserial.interrupts import ours
 
 _MAX_LINKS = 40  # as the kernel's own limit
 

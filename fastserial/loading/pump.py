@@ -41,7 +41,7 @@ from fastserial.files.linux import (
 )
 from fastserial.interrupts import Descriptors, finish, is_foreign, suppress
 from fastserial.memory.buffers import Buffer, BufferPool
-from fastserial.reasons import SEE_DOCTOR, Reason
+from fastserial.reasons import ASKED_ONCE, Reason
 from fastserial.reports import HOST_ONLY, Transfer
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ class ReadPolicy:
             return DirectFile(-1)
         if reads_through_cache(config, size):
             return DirectFile(-1)
+        if config.direct is not True and linux.refuses_direct(self._fd, os.O_RDONLY):
+            return DirectFile(-1)  # there is nothing faster
         return open_direct(self._fd, os.O_RDONLY, config.block_size, self._files)
 
     # -- a range -------------------------------------------------------------------------------
@@ -119,9 +121,10 @@ class ReadPolicy:
     def refuse_direct(self) -> None:
         """Continue through the page cache: the file system accepted the flag, but not the read."""
         self._refused = True
+        linux.refuse_direct(self._fd, os.O_RDONLY)
         if self.fallback is None:
             what = "direct I/O refused at the first read: Invalid argument"
-            self.fallback = Reason(what, SEE_DOCTOR)
+            self.fallback = Reason(what, ASKED_ONCE)
             _log.debug("%s; continuing through the page cache", self.fallback)
 
     # -- reads in the order of the file --------------------------------------------------------

@@ -45,6 +45,8 @@ from fastserial.files.linux import (
     fits,
     is_fast,
     open_direct,
+    refuse_direct,
+    refuses_direct,
     write_all,
 )
 from fastserial.formats.extents import Data, Extent
@@ -52,7 +54,7 @@ from fastserial.interrupts import Descriptors, finish, ours
 from fastserial.memory.buffers import BufferPool, on_host, open_ring
 from fastserial.memory.held_settings import Hold, paused_collection, quick_switches
 from fastserial.memory.storages import StorageMemory
-from fastserial.reasons import QUICKER, SEE_DOCTOR, Reason
+from fastserial.reasons import ASKED_ONCE, QUICKER, SEE_DOCTOR, Reason
 from fastserial.reports import HOST_ONLY, Transfer
 from fastserial.saving.fill import (
     BlockContent,
@@ -73,7 +75,7 @@ _log = logging.getLogger("fastserial")
 _SWITCHED_OFF = "direct I/O is switched off"
 _SCARCE = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 _COMPRESSED = Reason("the file system compresses this file, but not direct writes", QUICKER)
-_REFUSED = Reason("direct I/O refused at the first write: Invalid argument", SEE_DOCTOR)
+_REFUSED = Reason("direct I/O refused at the first write: Invalid argument", ASKED_ONCE)
 _RouteKind = Literal["direct", "cached", "trial"]
 
 
@@ -139,6 +141,8 @@ def choose_route(fd: int, files: Descriptors, config: Config, expected: int | No
     kind: _RouteKind = "cached"
     if config.never_direct:
         pass
+    elif config.direct is not True and refuses_direct(fd, os.O_WRONLY):
+        pass  # there is nothing faster
     elif config.direct is not True and compresses(fd):
         found = DirectFile(-1, refusal=_COMPRESSED)
     else:
@@ -461,6 +465,7 @@ class ExtentWriter:
             finally:
                 del error  # its traceback refers to this frame
         # The block is filled; the file system takes it only through the page cache.
+        refuse_direct(self._fd, os.O_WRONLY)
         route = self._take(route.refused())
         _log.debug("%s; going on through the page cache", route.fallback)
         self._write_cached(request.view, request.offset)

@@ -17,6 +17,7 @@ from fastserial.config import Config
 from fastserial.engines import Capabilities, Request, threads
 from fastserial.engines.threads import ThreadsEngine, transfer
 from fastserial.errors import CorruptCheckpointError
+from fastserial.files import linux
 from fastserial.loading import pump
 from fastserial.loading.reader import FastFileReader, HostSink, ReadExtent
 from fastserial.memory.storages import new_storage
@@ -118,18 +119,25 @@ def test_direct_reads_that_are_refused(
 
     def refusing(request: Any, done: int = 0) -> int:
         if os.O_DIRECT & _flags(request.fd):
+            refused.append(request)
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(request, done)
 
+    refused: list[Any] = []
     monkeypatch.setattr(threads, "transfer", refusing)
-    sink, storage = host(SIZE)
-    with FastFileReader(path, Config(direct=True, small_file=0, block_size=65536)) as reader:
-        if reader.blocks.fallback is not None:
-            pytest.skip("no direct I/O here")
-        reader.read_into([ReadExtent(0, SIZE, sink)])
-        assert "refused" in str(reader.blocks.fallback)
-        assert reader.blocks.counts.direct == 0
-    assert content(storage) == data
+    monkeypatch.setattr(linux, "_refusing", set())
+    forced: dict[str, Any] = {"small_file": 0, "block_size": 65536, "cache": "drop"}
+    for direct, asked in ((True, True), ("auto", False), (True, True)):  # a wish is one
+        sink, storage = host(SIZE)
+        refused.clear()
+        with FastFileReader(path, Config(direct=direct, **forced)) as reader:
+            if reader.blocks.fallback is not None:
+                pytest.skip("no direct I/O here")
+            reader.read_into([ReadExtent(0, SIZE, sink)])
+            assert ("refused" in str(reader.blocks.fallback)) is asked
+            assert reader.blocks.counts.direct == 0
+        assert content(storage) == data
+        assert bool(refused) is asked
 
 
 def _flags(fd: int) -> int:

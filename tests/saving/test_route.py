@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,11 +85,42 @@ def test_direct_writes_that_are_refused_all_go_through_the_cache(
 
     refused: list[Request] = []
     monkeypatch.setattr(threads, "transfer", refuse)
+    monkeypatch.setattr(linux, "_refusing", set())
     outcome = write(fd, os.urandom(2_000_000), Config(**BLOCKS, direct=True)).outcome
     assert 1 <= len(refused) <= 2 * BLOCKS["queue_depth"]
     assert not outcome.direct
     assert "refused" in str(outcome.fallback)
     assert outcome.engine_bytes + outcome.plain_bytes == 2_000_000
+
+
+def test_what_refuses_direct_writes_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS 4.2 takes the flag, and answers EINVAL to the write. Nothing there is faster."""
+    refused: list[Request] = []
+
+    def refuse(request: Request) -> int:
+        if fcntl.fcntl(request.fd, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(request)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return transfer(request)
+
+    monkeypatch.setattr(threads, "transfer", refuse)
+    monkeypatch.setattr(linux, "is_fast", lambda fd: True)
+    monkeypatch.setattr("fastserial.saving.extent_writer.is_fast", lambda fd: True)
+    monkeypatch.setattr(linux, "_refusing", set())
+    outcomes, asked = [], []
+    for direct in ("auto", "auto", True, "auto"):
+        fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        need_direct(fd)
+        refused.clear()
+        outcomes.append(write(fd, os.urandom(2_000_000), Config(**BLOCKS, direct=direct)).outcome)
+        asked.append(bool(refused))
+        os.close(fd)
+    assert asked == [True, False, True, False]  # a wish is one
+    assert [one.fallback is None for one in outcomes] == [False, True, False, True]
+    assert "none needed" in str(getattr(outcomes[0].fallback, "remedy", ""))
+    assert not any(one.direct for one in outcomes)
 
 
 @pytest.mark.parametrize("call", ["fallocate", "sync_file_range"])
