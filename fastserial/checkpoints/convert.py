@@ -24,10 +24,10 @@ from fastserial.files.durable import make_folder, replace_bytes
 from fastserial.formats.extents import storage_extents
 from fastserial.formats.safetensors import (
     INDEX,
-    TYPE_NAMES,
     file_order,
     header_bytes,
     index_bytes,
+    is_writable,
     split,
 )
 from fastserial.formats.source import read_to
@@ -180,8 +180,8 @@ def flat_tensors(value: Any) -> dict[str, torch.Tensor]:
             problem = "it is no plain tensor"
         elif item.device.type != "cpu":
             problem = f"it has no bytes (device {item.device.type})"
-        elif type_name(item) not in TYPE_NAMES:
-            problem = f"safetensors has no dtype {type_name(item)}"
+        elif not is_writable(type_name(item), item.shape):
+            problem = f"safetensors has no {type_name(item)} of shape {list(item.shape)}"
         if problem:
             raise ConvertError(
                 f"entry {key!r} cannot be represented in safetensors: {problem}; to convert the "

@@ -215,7 +215,10 @@ def _map_safetensors(
     for key, why in container.outline.unread.items():
         raise ConvertError(f"entry {key!r}: {why}")
     for entry in container.outline.tensors:
-        empty = torch.empty(0, dtype=getattr(torch, entry.dtype))
+        dtype = getattr(torch, entry.dtype, None)
+        if dtype is None:
+            raise ConvertError(f"entry {entry.key!r}: this torch has no {entry.dtype}")
+        empty = torch.empty(0, dtype=dtype)
         start = container.offset_of(entry)
         storage = slices[start : start + entry.nbytes]
         try:

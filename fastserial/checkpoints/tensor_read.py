@@ -45,9 +45,11 @@ def meta_of(tensor: TensorEntry) -> torch.Tensor:
     """Return a meta tensor with the dtype, shape and strides of a tensor in a file.
 
     Raises:
-        UnreadableTensorError: torch can make no tensor of this shape.
+        UnreadableTensorError: torch can make no tensor of this shape, or has no such dtype.
     """
-    dtype = getattr(torch, tensor.dtype)
+    dtype = getattr(torch, tensor.dtype, None)
+    if dtype is None:
+        raise UnreadableTensorError(f"tensor {tensor.key!r}: this torch has no {tensor.dtype}")
     try:
         return torch.empty_strided(tensor.shape, tensor.stride, dtype=dtype, device="meta")
     except ours(RuntimeError, TypeError) as error:  # sizes or strides beyond 64 bits

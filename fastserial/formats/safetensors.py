@@ -52,8 +52,11 @@ TYPE_NAMES = {
     "float8_e5m2": "F8_E5M2",
     "int8": "I8",
     "uint8": "U8",
+    "float4_e2m1fn_x2": "F4",
     "bool": "BOOL",
 }
+# Elements of the file in one of torch's: there, the last dimension has as many times its size.
+_PACKED = {"float4_e2m1fn_x2": 2}
 _RANKS = {name: rank for rank, name in enumerate(TYPE_NAMES)}
 _DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
@@ -87,15 +90,21 @@ def read_header(source: Source) -> Header:
         if header[key]["dtype"] not in _DTYPES:
             outline.unread[key] = f"torch has no dtype {storage.dtype}"
             continue
-        shape = tuple(header[key]["shape"])
-        count = element_count(shape, storage.held)
-        if count is None or count * ITEM_BYTES[storage.dtype] != storage.held:
+        shape, packed = tuple(header[key]["shape"]), _PACKED.get(storage.dtype, 1)
+        count = element_count(shape, storage.held * packed)
+        if count is None or count * ITEM_BYTES[storage.dtype] != storage.held * packed:
             raise CorruptCheckpointError("its shape does not fit its bytes", record=key)
+        held = torch_shape(storage.dtype, shape)
+        if held is None:
+            outline.unread[key] = (
+                f"torch has no {storage.dtype} of this last dimension: {shape[-1]}"
+            )
+            continue
         if len(shape) > MOST_DIMENSIONS:
             outline.unread[key] = f"it has {len(shape)} dimensions"
             continue
-        stride = contiguous_stride(shape)
-        outline.tensors.append(TensorEntry(key, storage.dtype, shape, stride, key, 0, storage.held))
+        stride = contiguous_stride(held)
+        outline.tensors.append(TensorEntry(key, storage.dtype, held, stride, key, 0, storage.held))
     if at != source.size:
         raise CorruptCheckpointError(f"the tensors end at byte {at}, the file at {source.size}")
     items = free.items() if isinstance(free, dict) else ()
@@ -129,6 +138,21 @@ def _storage(key: str, value: Any, start: int) -> StorageEntry:
     nbytes = last - first
     dtype = _DTYPES.get(name, name)
     return StorageEntry(key, dtype, nbytes, "cpu", key, start + first, nbytes)
+
+
+def torch_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape that torch gives a tensor of the file; None if it can give it none."""
+    packed = _PACKED.get(dtype, 1)
+    if packed == 1:
+        return shape
+    if not shape or shape[-1] % packed:
+        return None
+    return (*shape[:-1], shape[-1] // packed)
+
+
+def is_writable(dtype: str, shape: Sequence[int]) -> bool:
+    """Return whether a file can hold a tensor of torch's."""
+    return dtype in TYPE_NAMES and (dtype not in _PACKED or len(shape) > 0)
 
 
 def file_order(tensors: Mapping[str, str]) -> list[str]:
@@ -208,9 +232,10 @@ def header_bytes(
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     at = 0
     for key, dtype, shape, nbytes in tensors:
+        packed = _PACKED.get(dtype, 1)
         header[key] = {
             "dtype": TYPE_NAMES[dtype],
-            "shape": list(shape),
+            "shape": [*shape[:-1], shape[-1] * packed] if shape else [],
             "data_offsets": [at, at + nbytes],
         }
         at += nbytes

@@ -21,7 +21,7 @@ from fastserial.config import current
 from fastserial.files.destination import StockWay
 from fastserial.files.nodes import is_node, open_node
 from fastserial.formats.extents import storage_extents
-from fastserial.formats.safetensors import METADATA, TYPE_NAMES, header_bytes
+from fastserial.formats.safetensors import METADATA, TYPE_NAMES, header_bytes, torch_shape
 from fastserial.formats.tensors import ITEM_BYTES
 from fastserial.import_hook import when_imported
 from fastserial.interrupts import ours
@@ -171,9 +171,10 @@ def _prepare(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> 
     for key, spec in tensors.items():
         name = str(spec.dtype)
         dtype, shape = _DTYPES.get(name, name), tuple(spec.shape)  # the format has names of its own
-        if dtype not in _ranks or math.prod(shape) * ITEM_BYTES[dtype] != spec.data_len:
+        held = torch_shape(dtype, shape) if dtype in _ranks else None
+        if held is None or math.prod(held) * ITEM_BYTES[dtype] != spec.data_len:
             return None
-        rows.append((_ranks[dtype], key, dtype, shape, spec))
+        rows.append((_ranks[dtype], key, dtype, held, spec))
     rows.sort(key=lambda row: row[:2])
     try:
         header = header_bytes(

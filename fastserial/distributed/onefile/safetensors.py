@@ -32,10 +32,10 @@ from fastserial.formats.extents import Extent, Literal, clip
 from fastserial.formats.safetensors import (
     INDEX,
     ONE_FILE,
-    TYPE_NAMES,
     file_order,
     header_bytes,
     index_bytes,
+    is_writable,
     split,
 )
 from fastserial.interrupts import finish_after, ours, suppress
@@ -243,8 +243,9 @@ def _tensors_of(obj: object) -> dict[str, torch.Tensor]:
                 f"entry {key!r} is a {type(value).__name__}; safetensors holds tensors by their "
                 "names alone"
             )
-        if type_name(value) not in TYPE_NAMES:
-            raise ConfigError(f"entry {key!r}: safetensors has no dtype {type_name(value)}")
+        if not is_writable(type_name(value), value.shape):
+            what = f"{type_name(value)} of shape {list(value.shape)}"
+            raise ConfigError(f"entry {key!r}: safetensors has no {what}")
         found[key] = value.detach()
     return found
 
