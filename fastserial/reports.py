@@ -187,6 +187,7 @@ class SaveReport(Report):
         engine: `buffered` for one plain write.
         direct: whether direct I/O was used.
         durable: whether file and directory were synced.
+        durable_why: why they were not although the option asks for it, else empty.
         cloned: how many of `bytes` were cloned from the `base` of the save, not written.
         phases: `transfer`, `sync`, `commit`, `compare` with a `base`, and `serialize` for the rest,
             such as the pickle: they add up to `seconds`.
@@ -196,12 +197,15 @@ class SaveReport(Report):
 
     direct: bool
     durable: bool
+    durable_why: str = ""
     cloned: int = 0
     snapshot: SnapshotReport | None = None
     ranks: tuple[RankReport, ...] = ()
 
     def __str__(self) -> str:
         details = f"direct={int(self.direct)}, durable={int(self.durable)}"
+        if self.durable_why:
+            details += f" ({self.durable_why})"
         if self.cloned:
             details += f", cloned={format_bytes(self.cloned)}"
         if self.snapshot is not None:

@@ -113,6 +113,7 @@ class FastFileWriter:
                 retry_seconds=self._config.retry_seconds,
             )
             given = required(found, given)
+        self._wants_sync = self._config.durable
         if isinstance(given, CallersFile) and self._config.durable:
             self._config = replace(self._config, durable=False)  # the caller decides when to sync
         self._began = given.began
@@ -470,6 +471,14 @@ class FastFileWriter:
         finally:
             self._phases[phase] = self._phases.get(phase, 0.0) + perf_counter() - began
 
+    def _why_unsynced(self) -> str:
+        """Return why the file was not synced although the option asks for it, else nothing."""
+        if self._destination.durable or not self._wants_sync:
+            return ""
+        if isinstance(self._destination, CallersFile):
+            return "a file object is its owner's to sync"
+        return "the file system cannot sync it"
+
     def _publish(self) -> None:
         outcome, config = self._out.outcome, self._config
         retries = self._destination.retries
@@ -485,6 +494,7 @@ class FastFileWriter:
             engine=outcome.engine,
             direct=outcome.direct,
             durable=self._destination.durable,
+            durable_why=self._why_unsynced(),
             cloned=self.base.cloned if self.base is not None else 0,
             fallback=repeated or self._destination.fallback or unshared or outcome.fallback,
             phases=self._phases,

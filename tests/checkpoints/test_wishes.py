@@ -257,6 +257,25 @@ def test_direct_that_cannot_be_direct_is_said(
     assert digest(found) == digest(VALUE)
 
 
+def test_the_report_says_why_a_save_was_not_synced_or_cloned(tmp_path: Path) -> None:
+    """Neither is an error: files are synced by default, and a clone only saves bytes."""
+    with fast():
+        with open(tmp_path / "file.pt", "wb") as file:
+            torch.save(VALUE, file)
+        assert not last_save().durable
+        assert "file object" in last_save().durable_why
+        assert "file object" in str(last_save())
+        torch.save(VALUE, tmp_path / "path.pt")
+        assert last_save().durable
+        assert not last_save().durable_why
+        with fastserial.options(durable=False):
+            torch.save(VALUE, tmp_path / "path.pt")
+        assert not last_save().durable
+        assert not last_save().durable_why
+        fastserial.save(VALUE, tmp_path / "x.pt", base=tmp_path / "missing.pt")
+        assert "the base cannot be read" in str(last_save().fallback)
+
+
 def test_direct_is_said_of_what_torch_writes_or_reads(tmp_path: Path) -> None:
     with fast(direct=True):
         target = io.BytesIO()
