@@ -37,6 +37,7 @@ from fastserial.errors import REMEDIES, WriteError, write_error
 from fastserial.files import linux
 from fastserial.files.linux import Attributes, attributes_of, set_attributes
 from fastserial.files.nodes import is_node
+from fastserial.files.paths import absolute
 from fastserial.files.sources import file_name, plain_file
 from fastserial.files.temporary import sweep, temporary_name
 from fastserial.interrupts import OWN, Background, Descriptors, finish, ours, suppress
@@ -110,8 +111,8 @@ class PathTarget(NamedTuple):
 
     Attributes:
         name: the path as the user gave it.
-        path: of the file, symbolic links followed (unless the link itself is to be replaced);
-            relative if `name` is.
+        path: of the file, absolute, symbolic links followed (unless the link itself is to be
+            replaced); relative if the current directory has no usable path.
         there: status of what is at the path; None if nothing is.
     """
 
@@ -130,13 +131,16 @@ class PathTarget(NamedTuple):
         return "no file was made" if self.there is None else "the previous file is intact"
 
 
-def find_target(name: str | bytes, replace_link: bool = False) -> PathTarget:
+def find_target(
+    name: str | bytes, replace_link: bool = False, resolved: str | None = None
+) -> PathTarget:
     """Return the file that a save to a path creates or replaces.
 
     Args:
         name: the path; one of bytes is torch's to write.
         replace_link: a symbolic link at the path is replaced, not the file that it leads to; but
             not one to a device.
+        resolved: what `absolute` has made of the path.
 
     Raises:
         CannotReplace: it is the name of no file.
@@ -145,11 +149,12 @@ def find_target(name: str | bytes, replace_link: bool = False) -> PathTarget:
     """
     if not isinstance(name, str):
         raise CannotReplace(_BYTES)
-    if replace_link and os.path.islink(name) and not is_node(name):
-        return PathTarget(name, name, os.lstat(name))
+    start = absolute(name) if resolved is None else resolved
+    if replace_link and os.path.islink(start) and not is_node(start):
+        return PathTarget(name, start, os.lstat(start))
     if not name or "\0" in name or name.endswith("/"):
         raise CannotReplace(_NO_NAME)
-    path, found = name, _status(name)
+    path, found = start, _status(start)
     for _ in range(_MAX_LINKS):
         if found is None or not stat.S_ISLNK(found.st_mode):
             break
@@ -161,9 +166,9 @@ def find_target(name: str | bytes, replace_link: bool = False) -> PathTarget:
         found = _status(path)
     else:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
-    if path != name:
+    if path != start:
         with suppress(FileNotFoundError):
-            os.stat(name)  # raises where the kernel does not follow
+            os.stat(start)  # raises where the kernel does not follow
     return PathTarget(name, path, found)
 
 
@@ -388,11 +393,17 @@ class Replacement:
         if there is None or not stat.S_ISREG(there.st_mode):
             return None
         try:
-            return attributes_of(there, self.target.path)
+            return attributes_of(there, self._in_directory())
         except ours(FileNotFoundError):
             return None
         except ours(OSError) as error:
             raise _refused(error) from error
+
+    def _in_directory(self) -> str:
+        """Return a path of the target that stays in the directory, if that gets another name."""
+        if _can_link():
+            return f"/proc/self/fd/{self._directory}/{self._base}"
+        return self.target.path
 
     def _take(self, attributes: Attributes | None) -> None:
         """Give the new file attributes of the old one."""
@@ -558,6 +569,7 @@ class Replacement:
 
     def _sync_directory(self) -> None:
         if not linux.synced(self._directory):
+            self.durable = False
             self.fallback = Reason("the file system cannot sync a directory", _LOCAL)
 
     def _announce(self) -> None:
@@ -629,8 +641,12 @@ class Retries:
     ) -> None:
         """Take the arguments of `open_path`, and how long the save may be repeated."""
         self.reason: Reason | None = None
-        self._open = functools.partial(open_path, path, durable, replace_link, named)
-        self._path, self._seconds = path, seconds
+        name = os.fspath(path)
+        self._path = absolute(name) if isinstance(name, str) else name
+        self._open = functools.partial(
+            open_path, path, durable, replace_link, named, resolved=self._path
+        )
+        self._seconds = seconds
         self._deadline: float | None = None  # from the first error on: a save may take long
         self._pause = _FIRST_PAUSE
 
@@ -652,7 +668,7 @@ class Retries:
         if self._deadline is None:
             self._deadline = perf_counter() + self._seconds
         where = os.path.dirname(os.path.realpath(self._path))  # links may lead elsewhere
-        transient = error.errno in _TRANSIENT and linux.magic_of(where) not in linux.LOCAL
+        transient = error.errno in _TRANSIENT and linux.is_remote(where)
         if not transient or perf_counter() + self._pause > self._deadline:
             return False
         _log.warning("%s; the save is repeated in %g s", error, self._pause)
@@ -697,6 +713,7 @@ def open_path(
     replace_link: bool = False,
     named: bool = False,
     looks: int = _MOST_LOOKS,
+    resolved: str | None = None,
 ) -> Replacement | StockWay:
     """Make a new file for a path, or return why only torch may write there.
 
@@ -706,13 +723,14 @@ def open_path(
         replace_link: a symbolic link at the path is replaced, not the file that it leads to.
         named: make the file under a temporary name, by which other processes and cuFile open it.
         looks: how often to look at a target that others replace or remove meanwhile.
+        resolved: what `absolute` has made of the path before.
 
     Raises:
         WriteError: nothing can be written there, by torch neither.
     """
     name, target = os.fspath(path), None
     try:
-        target = find_target(name, replace_link)
+        target = find_target(name, replace_link, resolved)
         return Replacement(target, durable, named)
     except CannotReplace as why:
         reason = why.reason
@@ -720,7 +738,7 @@ def open_path(
         target = target or PathTarget(name, name, None)
         may_be_stale = looks > 1 and error.errno in (errno.ENOENT, errno.EACCES)
         if may_be_stale and not _is_there_still(target):
-            return open_path(path, durable, replace_link, named, looks - 1)
+            return open_path(path, durable, replace_link, named, looks - 1, resolved)
         full = error.errno == errno.ENOSPC and linux.is_out_of_inodes(target.where)
         if target.there is None or not full:
             raise save_error(error, target, None) from error
@@ -849,7 +867,7 @@ Attributes of both:
     where: a path or a descriptor on the same file system.
     start: offset in the file of the first byte (bytes).
     began: when it began to be opened (seconds of `perf_counter`).
-    durable: after `sync`: what was written is on the device.
+    durable: after `sync`: what was written is on the device; after `commit` also its name.
     fallback: what the file system could not do, or None.
     outcome: what an error leaves at the target, for its text.
     retries: what opens it once more after an error; None: nothing does.

@@ -52,6 +52,7 @@ from fastserial.reasons import SEE_DOCTOR, Reason
 PROC = 0x9FA0  # `magic_of` of procfs
 # ext4, XFS, btrfs, F2FS, tmpfs, ZFS, bcachefs
 LOCAL = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x2FC12FC1, 0xCA451A4E}
+_OVERLAY_AND_RAM = {0x794C7630, 0x858458F6}
 
 NO_PROC = Reason(
     "/proc is not mounted, and a file cannot be opened anew for direct I/O", "mount /proc"
@@ -125,6 +126,19 @@ def magic_of(file: str | int) -> int:
     words = _StatFs()
     status = _fstatfs(file, words) if isinstance(file, int) else _statfs(os.fsencode(file), words)
     return words[0] & 0xFFFFFFFF if status == 0 else 0
+
+
+def is_remote(path: str) -> bool:
+    """Return whether a path is on a network file system or FUSE, or on one that we do not know.
+
+    All that lies on a block device is not, nor are overlayfs (whose upper layer cannot be NFS) and
+    file systems in memory.
+    """
+    try:
+        device = os.stat(path).st_dev
+    except ours(OSError):
+        device = 0
+    return not os.major(device) and magic_of(path) not in LOCAL | _OVERLAY_AND_RAM
 
 
 def mount_of(path: str) -> int:

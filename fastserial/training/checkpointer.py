@@ -18,6 +18,7 @@ from fastserial.errors import (
     CorruptCheckpointError,
     UnreadableCheckpointError,
 )
+from fastserial.files.paths import absolute
 from fastserial.interrupts import ours
 from fastserial.overlap.asynchronous import check_budget
 from fastserial.overlap.pending import PendingSave
@@ -162,7 +163,7 @@ class Checkpointer:
         self._seconds = seconds_of("every", every) if isinstance(every, str) else None
         self._budget = snapshot_budget
         self._rng = rng
-        self._folder = CheckpointFolder(os.path.abspath(os.fsdecode(folder)), name)
+        self._folder = CheckpointFolder(absolute(os.fsdecode(folder)), name)
         self._mirror = (
             Mirror(mirror, self._folder, retention, mirror_bandwidth, timeout) if mirror else None
         )

@@ -206,6 +206,7 @@ def test_a_directory_that_cannot_be_synced_is_named_in_the_report(
         file.write(b"new")
     assert file.report is not None
     assert file.report.fallback == "the file system cannot sync a directory"
+    assert file.report.durable is False
     assert target.read_bytes() == b"new"
 
 

@@ -36,6 +36,7 @@ from fastserial.distributed.dcp.planners import FastSavePlanner
 from fastserial.distributed.dcp.shard_layout import ShardLayout
 from fastserial.errors import write_error
 from fastserial.files.durable import make_folder, replace_bytes
+from fastserial.files.paths import absolute
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import synchronize
 from fastserial.saving.writer import FastFileWriter
@@ -103,6 +104,8 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         """
         super().__init__()
         self.path = os.fspath(path)
+        self._folder = absolute(self.path)
+        self._is_staged = False
         self.overwrite = overwrite
         self.save_id = str(uuid.uuid4())
         self._alone: int | None = None  # the rank, if each one completes its own checkpoint
@@ -115,6 +118,9 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         """Start another save, in another folder if one is given."""
         if checkpoint_id:
             self.path = os.fspath(checkpoint_id)
+        if checkpoint_id or not self._is_staged:  # else `stage` did, when the program called
+            self._folder = absolute(self.path)
+        self._is_staged = False
         self.save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -131,8 +137,8 @@ class FastStorageWriter(StorageWriter, AsyncStager):
             WriteError: the folder cannot be created, or has a checkpoint that must not be replaced,
                 or one of all ranks where each rank is to have its own.
         """
-        make_folder(self.path, self._durable)
-        folder = ShardFolder(self.path)
+        make_folder(self._folder, self._durable)
+        folder = ShardFolder(self._folder)
         if self._alone is not None and folder.has(METADATA):
             # It would be loaded instead of what is saved now, and must not be removed: no rank
             # knows when all others have ended; until then it is the only whole checkpoint.
@@ -177,8 +183,8 @@ class FastStorageWriter(StorageWriter, AsyncStager):
             }
         metadata.storage_meta = self.storage_meta()
         name = metadata_name(self._alone)
-        replace_bytes(os.path.join(self.path, name), encoded(metadata), self._durable)
-        folder = ShardFolder(self.path)
+        replace_bytes(os.path.join(self._folder, name), encoded(metadata), self._durable)
+        folder = ShardFolder(self._folder)
         if self._alone is None:
             folder.drop_lone_metadata()
         folder.sweep(self._alone)
@@ -206,6 +212,7 @@ class FastStorageWriter(StorageWriter, AsyncStager):
 
     def stage(self, state_dict: Any) -> Any:
         """Return a copy of a state on the host, which later steps do not change."""
+        self._folder, self._is_staged = absolute(self.path), True
         return snapshot(state_dict)
 
     def synchronize_staging(self) -> None:
@@ -223,13 +230,13 @@ class FastStorageWriter(StorageWriter, AsyncStager):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         if not plan.items:
             return []
-        name = ShardFolder(self.path).new_shard(plan.storage_data.prefix)
+        name = ShardFolder(self._folder).new_shard(plan.storage_data.prefix)
         layout = self._layout(name)
         # Other planners may make copies of another dtype, or change items after the metadata.
         kinds = type(planner), DefaultSavePlanner, FastSavePlanner
         known = [[getattr(kind, name, None) for kind in kinds] for name in _RESOLVING]
         as_planned = all(own in others for own, *others in known)
-        with FastFileWriter(os.path.join(self.path, name), container="dcp") as out:
+        with FastFileWriter(os.path.join(self._folder, name), container="dcp") as out:
             for items in _groups(plan.items, as_planned):
                 with paused_collection():
                     for item in items:

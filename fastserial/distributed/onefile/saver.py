@@ -44,6 +44,7 @@ from fastserial.distributed.state.tables import (
 )
 from fastserial.distributed.state.walk import Leaves, buffers_of, leaves, states
 from fastserial.errors import ConfigError, WriteError, write_error
+from fastserial.files.paths import absolute
 from fastserial.formats.zip_layout import archive_name
 from fastserial.interrupts import finish, finish_after, ours
 from fastserial.memory.held_settings import paused_collection
@@ -142,6 +143,13 @@ class _Written(NamedTuple):
     cloned: int
 
 
+class _Finished(NamedTuple):
+    """What rank 0 knows at the end: whether file and folder were synced, and why not."""
+
+    durable: bool
+    fallback: Reason | None
+
+
 class _KeptTable(NamedTuple):
     """The table of the last save.
 
@@ -212,7 +220,7 @@ class SaveTask:
         self._writers = writers
         self._merge = merge
         self._began = began
-        self._base = None if base is None else os.path.abspath(os.fsdecode(base))
+        self._base = None if base is None else absolute(os.fsdecode(base))
         self.config = current()
         self._new: NewFile | None = None
         self._opened: OpenedFile | None = None
@@ -254,12 +262,12 @@ class SaveTask:
         """Write; return what this rank knows of the save. Collective."""
         try:
             done, outcome = self._write()
-            self.traffic.decide(done, self._conclude)
+            finished = self.traffic.decide(done, self._conclude)
         except ours(OSError) as error:
             raise self._explained(error) from error
         if self._opened is not None:
             self._opened.close()
-        return self._report(done.report, outcome)
+        return self._report(done.report, outcome, finished)
 
     def _plan(self, obj: object) -> tuple[Leaves, StateTable]:
         """Agree with the other ranks on the plan; on rank 0, make the new file."""
@@ -384,7 +392,7 @@ class SaveTask:
             self._new.reserve()
         return next((reason for _, reason in found if reason is not None), None)
 
-    def _conclude(self, done: list[_Written]) -> None:
+    def _conclude(self, done: list[_Written]) -> _Finished:
         """Finish the file. On rank 0."""
         self._reports = tuple(found.report for found in done)
         self._cloned = sum(found.cloned for found in done)
@@ -397,9 +405,9 @@ class SaveTask:
         self._new.file.sync()
         self._new.file.commit()
         self._reports[0].phases["sync"] += perf_counter() - began
+        return _Finished(self._new.file.durable, self._new.file.fallback)
 
-    def _report(self, mine: RankReport, outcome: Outcome) -> SaveReport:
-        config, new = self.config, self._new
+    def _report(self, mine: RankReport, outcome: Outcome, finished: _Finished) -> SaveReport:
         return SaveReport(
             path=self.path,
             container=self.container,
@@ -408,10 +416,8 @@ class SaveTask:
             seconds=perf_counter() - self._began,
             engine=outcome.engine,
             direct=outcome.direct,
-            durable=new.file.durable if new is not None else config.durable,
-            fallback=(new.file.fallback if new is not None else None)
-            or self._unshared
-            or outcome.fallback,
+            durable=finished.durable,
+            fallback=finished.fallback or self._unshared or outcome.fallback,
             phases=self._reports[0].phases if self._reports else mine.phases,
             transfer=outcome.transfer.word,
             transfer_why=outcome.transfer.why,

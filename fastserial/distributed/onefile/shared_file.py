@@ -54,8 +54,7 @@ class NewFile:
             os.ftruncate(self.file.fd, nbytes)
         except ours(OSError) as error:
             raise self.explained(error) from error
-        directory = os.path.dirname(os.path.abspath(self.file.target.path))
-        path = os.path.join(directory, self.file.named or "")
+        path = os.path.join(os.path.abspath(self.file.target.where), self.file.named or "")
         return FileIdentity(path, os.fstat(self.file.fd).st_ino, nbytes)
 
     def reserve(self) -> None:
