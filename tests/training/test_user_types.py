@@ -153,6 +153,17 @@ def test_a_mapping_with_a_model_in_it(kind: Any, tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
 
 
+def test_a_module_without_a_state(tmp_path: Path) -> None:
+    """A loss beside the model."""
+    state = {"loss": nn.CrossEntropyLoss(), "model": nn.Linear(2, 2)}
+    distributed.save(state, tmp_path / "a.pt")
+    found = torch.load(tmp_path / "a.pt")
+    assert found["loss"] == {}
+    other = {"loss": nn.CrossEntropyLoss(), "model": nn.Linear(2, 2)}
+    distributed.load(tmp_path / "a.pt", into=other)
+    assert torch.equal(other["model"].weight, state["model"].weight)
+
+
 def test_omegaconf(tmp_path: Path) -> None:
     omegaconf: Any = pytest.importorskip("omegaconf")
     make = omegaconf.OmegaConf.create

@@ -43,6 +43,8 @@ def state_of_module(module: nn.Module) -> dict[str, Any]:
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+    if next(_own_tensors(module), None) is None and not module.state_dict():
+        return {}  # such as a loss, which torch refuses
     state = get_model_state_dict(module)
     for name, value in state.items():
         # Looked up by name: to import the class warns that it is deprecated.
