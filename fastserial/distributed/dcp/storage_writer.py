@@ -118,13 +118,14 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         """Start another save, in another folder if one is given."""
         if checkpoint_id:
             self.path = os.fspath(checkpoint_id)
-        if checkpoint_id or not self._is_staged:  # else `stage` did, when the program called
-            self._folder = absolute(self.path)
-        self._is_staged = False
+            self._is_staged = False
         self.save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take this rank's role in the save."""
+        if not self._is_staged:  # else `stage` did, when the program called
+            self._folder = absolute(self.path)
+        self._is_staged = False
         self._is_coordinator = is_coordinator
         rank = kwargs.get("rank")
         self._alone = None if kwargs.get("use_collectives", True) else rank
