@@ -53,6 +53,8 @@ def open_torch(where: Path | None = None) -> TorchSource:
         if spec is None or spec.origin is None:
             raise PatchError("torch is not installed")
         where = Path(spec.origin).parents[1]
+    if not (where.is_file() or where.is_dir()):  # opening a pipe would block
+        raise PatchError(f"{where} holds no torch: it is neither a file nor a folder")
     try:
         root = where if where.is_dir() else zipfile.Path(where)
         version = _VERSION.search((root / "torch/version.py").read_text(encoding="utf-8"))

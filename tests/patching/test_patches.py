@@ -6,6 +6,7 @@ import ast
 import builtins
 import dis
 import json
+import os
 import re
 import shutil
 import textwrap
@@ -210,6 +211,19 @@ def applies(torch_copy: Path, folder: Path) -> bool:
     source = maintain.open_torch(torch_copy)
     patch, problems = choose(source.text, source.version, folder)
     return patch.is_for(source.version) and not any(problems.values())
+
+
+@pytest.mark.parametrize("kind", ["missing", "pipe", "text", "folder"])
+def test_what_holds_no_torch(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "torch.whl"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "text":
+        path.touch()
+    elif kind == "folder":
+        path.mkdir()
+    with pytest.raises(PatchError, match=r"torch\.whl holds no torch"):
+        maintain.open_torch(path)
 
 
 def test_new_makes_the_file_of_a_new_release(torch_copy: Path, folder: Path) -> None:
