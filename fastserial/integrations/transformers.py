@@ -57,8 +57,8 @@ class IncompleteCheckpointError(FastserialError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
-    """A checkpoint that the Trainer has written.
+class _PendingMark:
+    """A checkpoint that the Trainer has written, and that has no mark yet.
 
     Attributes:
         folder: where it is.
@@ -78,7 +78,7 @@ class CheckpointCallback(CallbackBase):
     """
 
     def __init__(self) -> None:
-        self._written: _Written | None = None
+        self._written: _PendingMark | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Have the Trainer tell the callback where it saves."""
@@ -93,7 +93,7 @@ class CheckpointCallback(CallbackBase):
             OSError: this rank could not.
         """
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        self._complete(args, state, self._written or _Written(folder))
+        self._complete(args, state, self._written or _PendingMark(folder))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Mark what `JITCheckpointCallback` saved after a signal, without a call of `on_save`.
@@ -119,11 +119,11 @@ class CheckpointCallback(CallbackBase):
         _saving.removals = []
         try:
             save()
-            self._written = _Written(folder, _saving.removals)
+            self._written = _PendingMark(folder, _saving.removals)
         finally:
             del _saving.removals
 
-    def _complete(self, args: Any, state: Any, written: _Written | None) -> None:
+    def _complete(self, args: Any, state: Any, written: _PendingMark | None) -> None:
         """Make a checkpoint durable, mark it, and remove old ones.
 
         Args:
