@@ -72,6 +72,13 @@ _PASSING = (
     errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ENOTCONN, errno.EIO,
     errno.ESTALE,
 )  # fmt: skip
+# A file without a name may not get one: by a security module, or a FUSE file system without links.
+_NO_LINK = (
+    errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EXDEV,
+    errno.EMLINK, errno.ENOENT,
+)  # fmt: skip
+_COPIED = 8 << 20  # bytes at a time
+_linkless: set[int] = set()  # devices where that happened
 _incapable: dict[tuple[int, int], Reason | None] = {}  # by device and mount
 
 _NO_NAME = Reason("not a file name", "give torch.save the name of a file")
@@ -83,6 +90,10 @@ _STICKY = Reason("the file is another user's, in a sticky directory", ANOTHER_OW
 _MOUNTED = Reason("the file is a mount point", "mount the directory instead of the file")
 _HELD = Reason("this process has the file open or locked", "close the file before it is saved to")
 _APPEND_ONLY = Reason("nothing in an append-only directory can be replaced", RENAMES)
+_COPIED_TWICE = Reason(
+    "the file system does not link a file without a name: its bytes were copied to another one",
+    "none needed: the next save there makes a file with a name",
+)
 _SEQUENTIAL = Reason("the file system only takes the bytes of a file sequentially", RENAMES)
 _NO_RENAME = Reason("the file system cannot rename a file over another", RENAMES)
 _ATTRIBUTES = Reason("a new file cannot have its owner, mode, ACL or attributes", ANOTHER_OWNER)
@@ -416,7 +427,7 @@ class Replacement:
     def _create(self, named: bool) -> int:
         flags = os.O_RDWR
         try:
-            if not named and _can_link():
+            if not (named or self._is_linkless()) and _can_link():
                 # Nobody can open a file without a name.
                 mode = 0o666 if self._kept is None else self._kept.mode & 0o777
                 try:
@@ -449,6 +460,10 @@ class Replacement:
             text = f"no new file can be made beside it ({error.strerror})"
             raise CannotReplace(Reason(text, ANOTHER_OWNER)) from error
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    def _is_linkless(self) -> bool:
+        """Return whether a file without a name could not be linked in this file system before."""
+        return bool(_linkless) and os.fstat(self._directory).st_dev in _linkless
 
     def _names(self) -> Iterator[str]:
         return (temporary_name(self._base) for _ in range(_MOST_NAMES))
@@ -498,8 +513,17 @@ class Replacement:
         is_new = self.target.there is None
         if not is_new:
             self._update_attributes()
-        if not (is_new and nameless and self._link(base)):
-            named = self._link_temporarily() if self.named is None else self._checked_name()
+        try:
+            is_linked = is_new and nameless and self._link(base)
+            if nameless and not is_linked:
+                self._link_temporarily()
+        except ours(OSError) as error:
+            if error.errno not in _NO_LINK or not os.path.isdir(self.where):
+                raise
+            self._copy_under_name()
+            is_linked = nameless = False
+        if not is_linked:
+            named = self.named if nameless and self.named else self._checked_name()
             self._hold_replaced()
             try:
                 os.rename(named, base, src_dir_fd=directory, dst_dir_fd=directory)
@@ -541,6 +565,27 @@ class Replacement:
             if self._link(name):
                 return name
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    def _copy_under_name(self) -> None:
+        """Copy the nameless file, which may not be linked there, to one with a temporary name.
+
+        Raises:
+            OSError: there is no space for both.
+        """
+        nameless, self.named = self.fd, None
+        _linkless.add(os.fstat(self._directory).st_dev)
+        try:
+            self.fd = self._create(named=True)
+            if self._kept is not None:
+                self._take(attributes_of(os.fstat(nameless), nameless))
+        except CannotReplace as error:
+            raise OSError(errno.EPERM, str(error.reason)) from error
+        offset = 0
+        while data := os.pread(nameless, _COPIED, offset):
+            linux.write_all(self.fd, memoryview(data), offset)
+            offset += len(data)
+        self.sync()
+        self.fallback = self.fallback or _COPIED_TWICE
 
     def _checked_name(self) -> str:
         """Return the temporary name, under which the file was written.

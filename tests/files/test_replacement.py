@@ -91,6 +91,29 @@ def test_a_name_that_leads_elsewhere_is_not_renamed(
     assert left == (set() if other is None else {name}), "another's file is not ours to remove"
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EACCES, errno.ENOENT])
+def test_a_file_without_a_name_that_may_not_get_one(
+    target: Path, number: int, is_new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A security module, FUSE without links: what was written is copied under a name."""
+    monkeypatch.setattr(replacement_module, "_linkless", set())
+    data = os.urandom((8 << 20) + 5)
+    if is_new:
+        target.unlink()
+    with failing(monkeypatch, "link", number):
+        for fallback in ("the file system does not link", "None"):
+            file = FastFileWriter(target)
+            file.write(data)
+            file.close()
+            assert target.read_bytes() == data
+            assert file.report is not None
+            assert file.report.durable
+            assert str(file.report.fallback).startswith(fallback)
+            assert is_new or target.stat().st_mode & 0o777 == 0o660
+            assert os.listdir(target.parent) == ["x.pt"]
+
+
 def test_a_directory_that_is_removed_during_the_save(tmp_path: Path, named: bool) -> None:
     path = tmp_path / "folder" / "x.pt"
     path.parent.mkdir()
