@@ -27,6 +27,7 @@ LIMITS = [
     r"throttled at \d+ MB/s",
     r"3 % faster",
     r"after 30 seconds a line in the log",
+    r"A search takes 1 % of the time at most: after one that took\s+10 ms",
     r"ext4\s+reserves 5 %",
     r"full at 99 %",
     r"1\.10 × the defaults",

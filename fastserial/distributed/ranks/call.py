@@ -19,7 +19,7 @@ _SHOWN = 10  # ranks in an error
 _STEPS = ("step", "global_step", "epoch", "iteration")
 
 
-class Call(NamedTuple):
+class RankCall(NamedTuple):
     """A collective call, as its ranks compare it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Call(NamedTuple):
         of = [repr(self.path)] if self.path else []
         return f"{self.name}({', '.join([*of, *self.steps])})"
 
-    def is_same(self, other: Call) -> bool:
+    def is_same(self, other: RankCall) -> bool:
         """Return whether two ranks make one call: of one kind, for one file, of one step."""
         if (self.name, self.steps) != (other.name, other.steps):
             return False
@@ -48,7 +48,7 @@ class Call(NamedTuple):
         return self.path == other.path or self.target == other.target
 
 
-def call_of(name: str, path: object = "", state: object = None) -> Call:
+def call_of(name: str, path: object = "", state: object = None) -> RankCall:
     """Return the call that this rank makes. It raises nothing: what is wrong is found later.
 
     Args:
@@ -61,7 +61,7 @@ def call_of(name: str, path: object = "", state: object = None) -> Call:
         target = os.path.abspath(text) if text else ""
     except ours(OSError):  # the working directory was removed
         target = text
-    return Call(name, text, target, tuple(_steps_in(state)))
+    return RankCall(name, text, target, tuple(_steps_in(state)))
 
 
 def refuse_unconnected_rank() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastserial.distributed.ranks.call import Call, ranks_in_words, refuse_unconnected_rank
+from fastserial.distributed.ranks.call import RankCall, ranks_in_words, refuse_unconnected_rank
 from fastserial.distributed.ranks.store import BoundedStore
 from fastserial.errors import (
     ConfigError,
@@ -58,7 +58,7 @@ _made = weakref.WeakKeyDictionary()
 def collective(
     group: dist.ProcessGroup | None,
     timeout: float,
-    call: Call,
+    call: RankCall,
     use: str = "",
     *,
     theirs: bool = False,
@@ -103,7 +103,7 @@ def path_of(path: Any, other: object, call: str) -> str:
 
 
 def traffic_of(
-    group: dist.ProcessGroup | None, timeout: float, call: Call, use: str = ""
+    group: dist.ProcessGroup | None, timeout: float, call: RankCall, use: str = ""
 ) -> Traffic:
     """Return the connections of a group, made at the first call and after a failure. Collective.
 
@@ -167,11 +167,11 @@ class Traffic:
         self.kept: dict[str, object] = {}
         self.idle = threading.Event()
         self.idle.set()
-        self._call = Call("")
+        self._call = RankCall("")
         self._calls = 0
-        self._ended: deque[Call] = deque(maxlen=_REMEMBERED)
+        self._ended: deque[RankCall] = deque(maxlen=_REMEMBERED)
         # On rank 0, from ranks that have begun a later call than it.
-        self._early: dict[int, tuple[Call, list[Call]]] = {}
+        self._early: dict[int, tuple[RankCall, list[RankCall]]] = {}
         self._generation = 0
         self._sent: list[list[Any]] = []  # transfers in progress, as the next ones
         self._awaited: list[list[Any]] = []
@@ -183,7 +183,7 @@ class Traffic:
         self._group: Any = None
         self._closed = False
 
-    def begin(self, timeout: float, call: Call) -> None:
+    def begin(self, timeout: float, call: RankCall) -> None:
         """Get ready for a collective call. Collective.
 
         Raises:
@@ -564,21 +564,21 @@ class Traffic:
 _SAME_CALLS = "Every rank has to make the same calls in the same order"
 
 
-def _is_among(call: Call, calls: Iterable[Call]) -> bool:
+def _is_among(call: RankCall, calls: Iterable[RankCall]) -> bool:
     return any(call.is_same(one) for one in calls)
 
 
-def _late(other: int, call: Call, now: Call) -> str:
+def _late(other: int, call: RankCall, now: RankCall) -> str:
     """Return why a rank's call has no partner."""
     return (
         f"it called {call}, which has ended on rank {other}: that one called {now}. {_SAME_CALLS}"
     )
 
 
-def _call_from(found: list[Any]) -> Call:
+def _call_from(found: list[Any]) -> RankCall:
     """Return a call from its JSON."""
     name, path, target, steps = found
-    return Call(name, path, target, tuple(steps))
+    return RankCall(name, path, target, tuple(steps))
 
 
 def _first(length: int, message: bytes) -> torch.Tensor:

@@ -39,7 +39,7 @@ import fastserial
 from fastserial import Checkpointer, ConfigError, DistributedError, WriteError, distributed
 from fastserial.distributed import FastSavePlanner, FastStorageWriter, FlatShard
 from fastserial.distributed.onefile import shared_file
-from fastserial.distributed.ranks.call import Call
+from fastserial.distributed.ranks.call import RankCall
 from fastserial.distributed.ranks.group import traffic_of
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.saving import incremental
@@ -230,7 +230,7 @@ def broken_off() -> None:
     group: Any = dist.new_group([0, 1])
     if RANK == 2:
         return
-    traffic = traffic_of(group, 60, Call("a test"))
+    traffic = traffic_of(group, 60, RankCall("a test"))
     began = time.monotonic()
     with pytest.raises((OSError, DistributedError), match="the disk broke"), traffic.together():
         data = torch.full((512 * MIB,), 7 * (1 - RANK), dtype=torch.uint8)

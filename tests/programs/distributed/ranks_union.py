@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 
 from fastserial import Checkpointer, distributed
 from fastserial.distributed import FlatShard
-from fastserial.distributed.ranks.call import Call
+from fastserial.distributed.ranks.call import RankCall
 from fastserial.distributed.ranks.group import traffic_of
 from fastserial.distributed.state.merging import merged
 from fastserial.errors import DistributedError, LoadMismatchError
@@ -70,7 +70,7 @@ def stage(number: int, rank: int | None, mesh: Any) -> dict[str, Any]:
 
 def tied() -> None:
     """A tensor with several keys is the same one under all of them, and each rank has it once."""
-    tensor, traffic = torch.ones(4), traffic_of(None, 30, Call("a test"))
+    tensor, traffic = torch.ones(4), traffic_of(None, 30, RankCall("a test"))
     with traffic.together():
         found = merged({"a": tensor, "b": tensor, "c": [tensor]}, traffic)
     assert found["a"] is found["b"] is found["c"][0]
