@@ -93,6 +93,22 @@ def faults(session: nox.Session) -> None:
             session.run("python", "tests/faults/fuzz_parsers.py", parser, "-max_total_time=600")
 
 
+GUEST = [
+    "qemu-system-x86", "seabios", "busybox-static", "kmod", "cpio", "rpcbind", "nfs-common",
+    "nfs-kernel-server", "xfsprogs", "e2fsprogs",
+]  # fmt: skip
+
+
+@nox.session
+def guest(session: nox.Session) -> None:
+    """NFS for real, and an older kernel: in emulated machines (root, Debian; half an hour)."""
+    install_packages(session, *GUEST)
+    install(session, TORCH, "test")
+    cache = Path(session.create_tmp()).resolve() / "guest"
+    words = ("tests/guest/run.py", "--cache", str(cache), *session.posargs)
+    session.run("python", "-u", *words)
+
+
 @nox.session
 def distributed(session: nox.Session) -> None:
     """One file from many ranks: identity, failures, kills, memory, in their long forms."""
@@ -210,6 +226,27 @@ def integrations(session: nox.Session) -> None:
             for page in ("frameworks", "recipes")
         ]
         session.run("pytest", *pages, env={"FASTSERIAL_DOCS": "1"})
+
+
+# Frameworks whose source distributions have the tests of their checkpoints.
+SUITES = ["accelerate", "pytorch-ignite", "skorch"]
+SUITES_NEED = ["parameterized", "torchvision", "flaky", "pandas", "dill"]  # what these tests import
+
+
+@nox.session
+def frameworks(session: nox.Session) -> None:
+    """Frameworks' own tests of their checkpoints, stock beside fastserial installed."""
+    install(session, TORCH, "test")
+    session.install(*SUITES, *SUITES_NEED, f"torch=={TORCH}")
+    sources = Path(session.create_tmp()).resolve() / "sdists"
+    shutil.rmtree(sources, ignore_errors=True)
+    for name in SUITES:
+        installed = f"import importlib.metadata as m; print(m.version({name!r}))"
+        version = str(session.run("python", "-c", installed, silent=True)).strip()
+        plain = ("--no-deps", "--no-binary", ":all:", "-d", str(sources))
+        session.run("python", "-m", "pip", "download", "-q", *plain, f"{name}=={version}")
+    env = {"FASTSERIAL_SDISTS": str(sources)}
+    session.run("pytest", "-rP", *(session.posargs or ["tests/framework_suites"]), env=env)
 
 
 @nox.session

@@ -24,7 +24,8 @@ _incomparable: list[str] = []
 # train, or run every object of the corpus (of these, `test_properties.py` has a sample).
 _SLOW = tuple(
     """
-    bench/ compat/ deepspeed/ docs/ faults/ gpu/ integrations/ package/ torch_suite/
+    bench/ compat/ deepspeed/ docs/ faults/ framework_suites/ gpu/ integrations/ package/
+    torch_suite/
     checkpoints/test_archives_of_others.py::test_other_archives
     checkpoints/test_bad_input.py checkpoints/test_budgets.py::test_a_
     checkpoints/test_convert.py::test_memory
