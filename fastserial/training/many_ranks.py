@@ -21,7 +21,7 @@ from fastserial.checksums import check_crc, crc32
 from fastserial.config import options
 from fastserial.distributed.onefile.background import start_save
 from fastserial.distributed.onefile.calls import load
-from fastserial.distributed.ranks.call import Call
+from fastserial.distributed.ranks.call import RankCall
 from fastserial.distributed.ranks.group import Traffic, collective
 from fastserial.distributed.sharding.file_index import index_of_file
 from fastserial.distributed.sharding.flat_shard import FlatShard
@@ -92,7 +92,7 @@ class ManyRanks(SingleProcess):
     def together(
         self, call: str = "Checkpointer", users_code: bool = True
     ) -> AbstractContextManager[Traffic]:
-        return collective(self._group, self._timeout, Call(call), _USE, theirs=users_code)
+        return collective(self._group, self._timeout, RankCall(call), _USE, theirs=users_code)
 
     def _start(self, state: dict[str, Any], job: SaveJob, base: str | None) -> PendingSave:
         return start_save(
