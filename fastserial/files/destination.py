@@ -39,7 +39,7 @@ from fastserial.files.linux import Attributes, attributes_of, set_attributes
 from fastserial.files.nodes import is_node
 from fastserial.files.paths import absolute
 from fastserial.files.sources import file_name, plain_file
-from fastserial.files.temporary import sweep, temporary_name
+from fastserial.files.temporary import search_again, sweep, temporary_name
 from fastserial.interrupts import OWN, Background, Descriptors, finish, ours, suppress
 from fastserial.reasons import A_FILE, ANOTHER_OWNER, GIVE_A_PATH, RENAMES, Reason
 
@@ -632,9 +632,11 @@ class Replacement:
 
     def _remove_name(self) -> None:
         if self.named is not None:
-            with suppress(OSError):
+            try:
                 if self._is(self.named, self._files.newest):
                     os.unlink(self.named, dir_fd=self._directory)
+            except ours(OSError):  # the next save may be able to
+                search_again(self._directory)
             self.named = None
 
     def _close(self) -> None:

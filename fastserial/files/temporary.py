@@ -125,6 +125,13 @@ def sweep(directory: int) -> None:
     _due[key] = ended + (ended - began) * _PAUSE
 
 
+def search_again(directory: int) -> None:
+    """Let the next `sweep` of a folder search it: something could not be removed."""
+    with suppress(OSError):
+        found = os.fstat(directory)
+        _due.pop((found.st_dev, found.st_ino), None)
+
+
 def leftovers(directory: int) -> list[str]:
     """Return the names of what killed processes left in a folder.
 
