@@ -187,7 +187,7 @@ PLANS = st.builds(
 
 @pytest.mark.slow
 @settings(
-    max_examples=300 if FULL else 10,
+    max_examples=300 if FULL else 6,
     derandomize=not FULL,
     database=None,
     deadline=None,
