@@ -226,13 +226,13 @@ class Locked(io.IOBase):
     call `close`.
     """
 
-    __slots__ = ("_free", "_take")
+    _free: Callable[[], object] = bool  # which does nothing: until there is something to release
 
     def __init__(self, lock: object) -> None:
         held: list[object] = [None]
         once = (lock,)
         self._take: Callable[[], object] = partial(held.extend, compress(once, map(_acquire, once)))
-        self._free: Callable[[], object] = partial(next, map(_release, iter(held.pop, None)), None)
+        self._free = partial(next, map(_release, iter(held.pop, None)), None)
 
     __enter__ = property(operator.attrgetter("_take"))
     close = property(operator.attrgetter("_free"))

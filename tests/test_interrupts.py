@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import _thread
 import ast
+import dis
 import errno
+import operator
 import os
 import signal
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +28,7 @@ from fastserial.engines.deepspeed import aio_op, engine
 from fastserial.errors import StorageChangedError
 from fastserial.interrupts import (
     Descriptors,
+    Locked,
     cleanup,
     finish,
     finish_after,
@@ -237,3 +243,85 @@ def test_an_interrupt_of_the_clean_up_is_not_lost() -> None:
     interrupts.append(KeyboardInterrupt())
     finish_after(other, step)  # the caller raises it
     assert isinstance(other.__context__, KeyboardInterrupt)
+
+
+# -- what `interrupts` relies on in CPython, by its numbers there --------------------------------
+
+_call = operator.methodcaller("__call__")
+_alarm = partial(_thread.interrupt_main, signal.SIGUSR1)  # `os.kill` looks for signals itself
+
+
+@pytest.fixture
+def alarms() -> Iterator[None]:
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGUSR1, leave)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+class Noisy:
+    """A lock of C that is acquired with a signal pending: what it calls it calls in one step."""
+
+    __enter__ = property(operator.attrgetter("acquire"))
+    __exit__ = property(operator.attrgetter("leave"))
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.acquire = partial(any, map(_call, (_alarm, self.lock.acquire)))
+        self.release, self.leave = self.lock.release, self.lock.__exit__
+
+
+def test_a_call_of_c_is_one_step(alarms: None) -> None:  # 2
+    held: list[object] = []
+    with pytest.raises(InterruptedError):
+        held.extend(map(_call, (_alarm, threading.Lock)))
+    assert len(held) == 2
+    with pytest.raises(InterruptedError):
+        deque(map(_call, (_alarm, held.clear)), 0)
+    assert held == []
+
+
+def test_a_with_statement_may_leave_a_lock_locked_since_3_14(alarms: None) -> None:  # 4
+    plain, ours_ = Noisy(), Noisy()
+    with pytest.raises(InterruptedError), plain:
+        str(1)
+    assert plain.lock.locked() == (sys.version_info >= (3, 14))
+    with pytest.raises(InterruptedError), Locked(ours_):
+        str(1)
+    assert not ours_.lock.locked()
+
+
+def test_a_lock_is_free_once_nobody_refers_to_its_holder(alarms: None) -> None:  # 5
+    lock = threading.Lock()
+    holder = Locked(lock)
+    holder.__enter__()
+    assert lock.locked()
+    del holder
+    assert not lock.locked()
+    Locked.__new__(Locked).close()  # interrupted before it has anything to release
+
+
+def _releases(lock: threading.Lock, work: Callable[[], object]) -> None:
+    try:
+        work()
+    finally:
+        lock.release()
+
+
+def _leaves(lock: threading.Lock, work: Callable[[], object]) -> None:
+    with lock:
+        work()
+
+
+@pytest.mark.parametrize("function", [_releases, _leaves])
+def test_nothing_looks_for_signals_before_the_clean_up(
+    function: Callable[..., object],
+) -> None:  # 1, 3
+    looks = ("RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "CALL", "SEND", "YIELD", "FOR_ITER")
+    names = [one.opname for one in dis.get_instructions(function)]
+    calls = [i for i, name in enumerate(names) if name.startswith(("CALL", "WITH_EXCEPT_START"))]
+    body = 1 if function is _leaves and sys.version_info >= (3, 14) else 0  # after `__enter__`
+    between = names[calls[body] + 1 : calls[body + 1]]
+    assert not [name for name in between if name.startswith(looks)], names

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.utils.serialization.config  # by torch's first save, which 3.14 cannot do any more
 
 import fastserial
 
