@@ -56,6 +56,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
         for path in (folder / "x.pt", folder / "in" / "x.pt"):
             path.write_bytes(b"old")
             path.chmod(mode)
+            os.setxattr(path, "user.folder", folder.name.encode())  # as an ACL is one
         (folder / "link.pt").symlink_to("in/x.pt")
     monkeypatch.chdir(found[0])
     return found
@@ -81,6 +82,7 @@ def test_a_save(
     assert torch.equal(load(first / path)["x"], STATE["x"])
     if how != "safetensors" or path != "link.pt":  # else the link is replaced
         assert (first / path).stat().st_mode & 0o777 == 0o600
+        assert os.getxattr(first / path, "user.folder") == b"first"
     assert (second / path).read_bytes() == b"old"
     assert sorted(os.listdir(second)) == ["in", "link.pt", "x.pt"]
     assert sorted(os.listdir(first)) == ["in", "link.pt", "x.pt"]
