@@ -63,6 +63,7 @@ _NODE_COST = 256  # a container
 _PART_COST = 112  # a container or a storage in it
 _CHARACTER_COST = 8  # of a key
 _TENSOR_COST = 1000  # as `inspect` keeps it
+_ERROR_COST = 10_000  # a tensor that makes no sense: whose error it is takes a while to find out
 _DIMENSION_COST = 256  # each after the first four, in JSON
 _FREE_DIMENSIONS = 4
 _DEFLATED_PICKLE = 3  # a compressed pickle may cost as one of so many times its bytes in the file
@@ -353,13 +354,16 @@ def _name_tensors(root: _Node, nodes: dict[int, _Node], found: Outline, budget: 
             complete = False
             continue
         node = nodes[id(part.value)]
+        if node.problem is not None:  # not raised: its traceback would grow each time
+            budget.spend(_TENSOR_COST)
+            found.problems[key] = node.problem.message
+            continue
         try:
-            if node.problem is not None:
-                raise node.problem
             if node.is_tensor:
                 budget.spend(_TENSOR_COST)
                 _add_tensor(key, part.kind, node.container, found, budget)
         except ours(CorruptCheckpointError) as error:
+            budget.spend(_ERROR_COST)
             found.problems[key] = error.message
         except _OnlyForTorchError as error:
             found.unread[key] = str(error)

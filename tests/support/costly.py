@@ -201,6 +201,18 @@ FILES: dict[str, Callable[[], bytes]] = {
     "a tensor in 300 dimensions, again and again.pt": lambda: zipped(
         pickled(listed([tensor([1] * 300, [1] * 300) + put(0), *[get(0)] * 100_000]))
     ),
+    "tensors that make no sense.pt": lambda: zipped(
+        pickled(
+            tupled(
+                [
+                    listed(
+                        [called("torch._utils._rebuild_parameter") + put(0), *[get(0)] * 99_999]
+                    ),
+                    listed([tensor((2, 2), (1,)) + put(1), *[get(1)] * 99_999]),
+                ]
+            )
+        )
+    ),
     "a tensor of 2^18600 elements.pt": lambda: zipped(pickled(tensor([BIG] * 300, [0] * 300))),
     "a deflated pickle of a gigabyte.pt": lambda: zipped(
         b"\x80\x02" + b"]0" * (1 << 29) + b"N.", zipfile.ZIP_DEFLATED
