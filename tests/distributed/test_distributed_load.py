@@ -25,7 +25,7 @@ def test_any_placement_loads_from_any_file(tmp_path: Path, count: int, cases: in
 
 def test_cases(tmp_path: Path) -> None:
     out = ranks.run("load_cases", 3, tmp_path)
-    assert [len(text.split()) for text in out] == [16] * 3
+    assert [len(text.split()) for text in out] == [17] * 3
 
 
 @pytest.mark.parametrize("how", ["die", "stop"])

@@ -99,7 +99,7 @@ class FolderLoadTask(LoadTask):
             self._reader.take(found.version)
             _number_keys(found.value, into)
             leaves = file_leaves(found.value)
-            self._match = match = Match(traffic.rank, traffic.ranks, cast)
+            self._match = match = Match(traffic.rank, traffic.ranks, cast, strict=self._strict)
             match.compare(into, found.value)
             rest = set(unused(leaves, match.used))
             call = self._broadcast, self._strict, verify

@@ -179,7 +179,7 @@ class LoadTask:
             for name in self._readers:  # tensors of two files may lie at the same offset
                 grids |= grids_of([one for one in leaves if self._is_in(name, one[1])])
             tied = self._container == "safetensors"  # a file has the first of tied tensors only
-            self._match = match = Match(traffic.rank, traffic.ranks, cast, tied)
+            self._match = match = Match(traffic.rank, traffic.ranks, cast, tied, self._strict)
             match.compare(into, value)
             self._targets, self._odd = targets_of(match.jobs, grids)
             wanted = wanted_of(self._targets)

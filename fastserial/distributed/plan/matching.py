@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from fastserial.distributed.sharding.file_index import FileTensor, is_plain_tuple
 from fastserial.distributed.sharding.pieces import Holding, as_dtensor, holding, local_of
@@ -33,6 +34,7 @@ class Match:
 
     Attributes:
         tied: what shares its memory with what the file has is not missing.
+        strict: what a module's own `load_state_dict` finds missing or unexpected is an error.
         jobs: what to read.
         missing: keys that the file lacks.
         problems: what cannot be loaded, and why.
@@ -43,6 +45,7 @@ class Match:
     ranks: Mapping[int, int]
     cast: bool
     tied: bool = False
+    strict: bool = True
     nest: object = None
     modules: list[torch.nn.Module] = field(default_factory=list)
     jobs: list[TensorMatch] = field(default_factory=list)
@@ -85,7 +88,7 @@ class Match:
         for put in self._puts:
             put()
         for one in self._live:
-            one.give_back()
+            one.give_back(self.strict)
 
     # -- key by key ------------------------------------------------------------------------------
 
@@ -126,7 +129,7 @@ class Match:
 
     def _compare_live(self, live: LiveState, there: Any, path: Path) -> None:
         if not live.is_optimizer:
-            self._compare(live.entries, there, path)
+            self._compare_module(live, there, path)
             return
         if isinstance(there, FileTensor):
             self._mismatch(path, "an optimizer", there)
@@ -164,6 +167,49 @@ class Match:
             else:
                 self.used.add(where)
                 live.entries[name] = self._made(state, where, live.parameters[name])
+
+    def _compare_module(self, live: LiveState, there: Any, path: Path) -> None:
+        """Compare a module's state with the file's.
+
+        In place only where the file has the module's own tensors: else the module's own
+        `load_state_dict` gets what is in the file, as on one process.
+        """
+        if not isinstance(there, Mapping):
+            self._compare(live.entries, there, path)
+            return
+        live.take_versions(there)
+        if self._needs_own(live, there):
+            self.used.add(path)
+            live.replace(
+                {
+                    key: self._made(item, (*path, key), _like(live.entries.get(key), item))
+                    for key, item in there.items()
+                }
+            )
+            return
+        # Extra states: the module knows what they are.
+        others = {key for key, one in live.entries.items() if not is_leaf(one) and key in there}
+        for key in others:
+            self.used.add((*path, key))
+            live.entries[key] = self._made(there[key], (*path, key))
+        tensors = {key: one for key, one in live.entries.items() if key not in others}
+        found = {key: item for key, item in there.items() if key not in others}
+        self._compare_container(tensors, found, path)
+
+    def _needs_own(self, live: LiveState, there: Mapping[Any, Any]) -> bool:
+        """Return whether only the module's own `load_state_dict` can load what the file has."""
+        tensors = {key: one for key, one in live.entries.items() if is_leaf(one)}
+        differing = {
+            key
+            for key, one in tensors.items()
+            if not _is_alike(one, there.get(key)) and not (self.tied and key not in there)
+        }
+        unexpected = there.keys() - live.entries.keys()
+        if live.converts:
+            return bool(differing or unexpected)
+        return bool(differing) and all(
+            _is_scalar(tensors[key], there.get(key)) for key in differing
+        )
 
     def _compare_container(self, into: Any, there: Any, path: Path) -> Any:
         """Compare item by item; return a tuple as a new one, if an item of it is another."""
@@ -251,6 +297,24 @@ class Match:
             return
         found = "a tensor" if isinstance(there, FileTensor) else f"a {type(there).__name__}"
         self.problems.append(f"{path_name(path)}: it is {wanted} here, in the file {found}")
+
+
+def _is_alike(tensor: Any, there: Any) -> bool:
+    """Return whether the file has a tensor of this shape."""
+    known = isinstance(there, FileTensor) and not is_lazy(tensor)
+    return known and there.shape == tuple(tensor.shape)
+
+
+def _is_scalar(tensor: Any, there: Any) -> bool:
+    """Return whether torch takes the file's tensor of one element for one without dimensions."""
+    known = isinstance(there, FileTensor) and not is_lazy(tensor)
+    return known and there.shape == (1,) and tensor.dim() == 0
+
+
+def _like(entry: Any, there: Any) -> torch.Tensor | None:
+    """Return the tensor of a module that a new one of the file is made like, if one has to be."""
+    sharded = as_dtensor(entry)
+    return sharded if sharded is not None and _is_alike(sharded, there) else None
 
 
 def _spot(local: torch.Tensor) -> tuple[object, ...]:

@@ -448,7 +448,7 @@ class Traffic:
 
         Args:
             theirs: it is the user's code: all its errors are raised as they are on this rank, and
-                as nothing but a `DistributedError` on the others.
+                but for fastserial's own as nothing but a `DistributedError` on the others.
 
         Raises:
             DistributedError: another rank failed, or this one with an error of fastserial's or of
@@ -463,7 +463,8 @@ class Traffic:
                 self.fail(error.rank, error.cause, distributed_kind(error))
             raise
         except BaseException as error:
-            kind = ErrorKind() if theirs else distributed_kind(error)
+            is_users = theirs and not isinstance(error, FastserialError)
+            kind = ErrorKind() if is_users else distributed_kind(error)
             failure = self.fail(self.rank, _in_words(error), kind)
             known = isinstance(error, FastserialError | OSError)
             if known and not theirs and not is_foreign(error):

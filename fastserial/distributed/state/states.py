@@ -10,16 +10,19 @@ with zeros, and training would not be what it is without a checkpoint. It is lef
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from fastserial.checkpoints.own_loading import Conversion, conversion_of
 from fastserial.distributed.sharding.pieces import as_dtensor
-from fastserial.errors import ConfigError
+from fastserial.errors import ConfigError, LoadMismatchError
 from fastserial.nests import walk
 
 
@@ -119,6 +122,7 @@ class LiveState:
         entries: of a module, what its state dict holds; of an optimizer, the state of its
             parameters by their names.
         parameters: of an optimizer, by their names.
+        converts: of a module: entries of older files may be converted while they are loaded.
     """
 
     def __init__(
@@ -134,6 +138,8 @@ class LiveState:
         self._loose = False
         self.entries: dict[str, Any]
         self.parameters: dict[str, torch.Tensor] = {}
+        self.converts = False
+        self._has_versions = False
         if isinstance(value, Optimizer):
             self._module = module_of(value, modules, nest)
             self._optimizer = value
@@ -145,10 +151,13 @@ class LiveState:
             self.parameters = dict(zip(names, own, strict=False))
             return
         self._module = value
-        self.entries = dict(state_of_module(value))
+        state = state_of_module(value)
+        self.entries = dict(state)
+        self._versions: Any = getattr(state, "_metadata", None)
+        self.converts = conversion_of(value) is not Conversion.NONE
         known = {_memory(tensor) for tensor in _own_tensors(value)}
         self._loose = any(
-            not isinstance(entry, torch.Tensor) or _memory(entry) not in known
+            not isinstance(entry, torch.Tensor) or is_lazy(entry) or _memory(entry) not in known
             for entry in self.entries.values()
         )
         self._loose |= _loads_by_itself(value)
@@ -197,9 +206,33 @@ class LiveState:
         optimizer.state.clear()
         return True
 
-    def give_back(self) -> None:
-        """Load what is not the module's or the optimizer's own memory."""
+    def take_versions(self, there: Any) -> None:
+        """Take the versions of a module's parts from the file, as far as it has them.
+
+        A file of several ranks has none: torch's `get_model_state_dict` drops them. If its keys are
+        the module's, they count as the module's own, as in torch.distributed.checkpoint.
+        """
+        found = getattr(there, "__dict__", {}).get("_metadata")
+        self._has_versions = isinstance(found, Mapping)
+        if isinstance(found, Mapping) and isinstance(self._versions, Mapping):
+            self._versions = {
+                name: found.get(_canonical(name, self._module), {}) for name in self._versions
+            }
+
+    def replace(self, entries: dict[str, Any]) -> None:
+        """Let the module's own `load_state_dict` get other entries than the module's memory."""
+        self.entries, self._loose = entries, True
+        if not self._has_versions:
+            self._versions = None
+
+    def give_back(self, strict: bool = True) -> None:
+        """Load what is not the module's or the optimizer's own memory.
+
+        Raises:
+            LoadMismatchError: a module's own `load_state_dict` refuses it; some may be loaded.
+        """
         from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
             set_model_state_dict,
             set_optimizer_state_dict,
         )
@@ -212,9 +245,37 @@ class LiveState:
             for parameter in [one for one, found in optimizer.state.items() if not found]:
                 del optimizer.state[parameter]  # torch wants an entry for each
         elif not _is_torchs(type(self._module).load_state_dict):
-            self._module.load_state_dict(self.entries)
+            self._module.load_state_dict(self._with_versions())
         elif self._loose:
-            set_model_state_dict(self._module, dict(self.entries))
+            options = StateDictOptions(strict=strict)
+            try:
+                set_model_state_dict(self._module, self._with_versions(), options=options)
+            except RuntimeError as error:
+                if type(error) is not RuntimeError:  # the user's own
+                    raise
+                raise LoadMismatchError(
+                    f"the checkpoint does not fit this {type(self._module).__name__}, whose own "
+                    f"load_state_dict() was asked: {error}"
+                ) from error
+
+    def _with_versions(self) -> dict[str, Any]:
+        """Return a module's entries as `state_dict()` returns them."""
+        state = OrderedDict(self.entries)
+        if self._versions is not None:
+            state._metadata = self._versions  # type: ignore[attr-defined]
+        return state
+
+
+# What wrappers put into the names of modules, and torch takes out of those of a state.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def _canonical(name: str, module: nn.Module) -> str:
+    """Return the name of a module's part without those of wrappers."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    if isinstance(module, nn.parallel.DistributedDataParallel) and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)
 
 
 def _found_group(own: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -265,8 +326,10 @@ def _is_torchs(function: Any) -> bool:
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+    """Yield a module's tensors that have memory."""
+    for tensor in chain(module.parameters(), module.buffers()):
+        if not is_lazy(tensor):
+            yield tensor
 
 
 def _memory(tensor: torch.Tensor) -> tuple[torch.device, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support import own_loading
 from support.damage import flip
+from support.identity import digest
 from support.ranks import alone, each, join
 from support.sharded import parallel
 from torch import nn
@@ -414,6 +417,35 @@ def a_mesh_whose_ranks_are_not_in_order() -> None:
     assert torch.equal(torch.load(path)["x"], rows(60))
     load(path, {"x": into})
     assert torch.equal(into.full_tensor(), rows(60))
+
+
+@case
+def modules_that_load_by_themselves() -> None:
+    """What one process does with a file and a module, ranks do: also of a file of their own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, (make, change) in own_loading.CASES.items():
+            torch.manual_seed(1)
+            saved = make()
+            state = change(saved.state_dict())
+            # Without versions a file counts as the module's own, as in DCP.
+            versioned = "version 1" not in name
+            path = written("module", {"model": state, "n": 3})
+            stock, ours = own_loading.spoilt(make()), own_loading.spoilt(make())
+            stock.load_state_dict(torch.load(path)["model"])
+            load(path, {"model": ours, "n": 0}, timeout=60)
+            assert not versioned or digest(ours.state_dict()) == digest(stock.state_dict()), name
+            if name in {"lazy", "half"}:  # before it has memory, or of another dtype
+                continue
+            own = FOLDER / "own.pt"
+            save({"model": saved}, own, timeout=60)
+            ours = own_loading.spoilt(make())
+            load(own, {"model": ours}, timeout=60)
+            assert digest(ours.state_dict()) == digest(saved.state_dict()), name
+        target = nn.Sequential(own_loading.Versioned(2, 2), nn.BatchNorm1d(3))
+        path = written("module", nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 3)).state_dict())
+        with pytest.raises(LoadMismatchError, match=r"Missing key\(s\).*1.running_mean"):
+            load(path, target, timeout=60)
 
 
 each(CASES)
