@@ -64,14 +64,14 @@ FAULTS = [
     Fault("a direct read begins a block late", "loading/reader.py", "start = near[0].offset - near[0].offset % alignment", "start = near[0].offset + -near[0].offset % alignment"),  # noqa: E501
     Fault("runs are joined over large holes", "loading/reader.py", "at - end > NEAR_EXTENTS", "at - end > 2**40"),  # noqa: E501
     Fault("a part forgets where its sink begins", "loading/reader.py", "self.start + first - self.offset)", "self.start)"),  # noqa: E501
-    Fault("memory is taken without a bound", "loading/prefetch.py", "elif self._held and self._held + group.nbytes > LOOK_AHEAD:", "elif False:"),  # noqa: E501
+    Fault("memory is taken without a bound", "loading/prefetch.py", "elif self._held + group.nbytes > LOOK_AHEAD:", "elif False:"),  # noqa: E501
     Fault("a group is there with its first block", "loading/prefetch.py", "self.left = (self.left or 0) - 1", "self.left = 0"),  # noqa: E501
     Fault("damage found while reading ahead is kept silent", "loading/prefetch.py", "if isinstance(self.error, CorruptCheckpointError):\n                    raise", "if False:\n                    raise"),  # noqa: E501
     Fault("a block goes to a rank twice", "distributed/plan/division.py", "return -(-first // GRAIN), stop // GRAIN", "return first // GRAIN, -(-stop // GRAIN)"),  # noqa: E501
     Fault("a move goes to another place of its tile", "distributed/plan/schedule.py", "tile = at + piece.offset - first", "tile = at"),  # noqa: E501
     Fault("a tile ends where another range's does", "distributed/plan/schedule.py", "end = min(stop, first + tile_bytes - used)", "end = min(stop, first + tile_bytes)"),  # noqa: E501
     Fault("another rank's file is not compared", "distributed/onefile/shared_file.py", "if (found.st_ino, found.st_size) != (identity.inode, identity.nbytes):", "if False:"),  # noqa: E501
-    Fault("another rank does not sync", "distributed/onefile/shared_file.py", "        os.fsync(self.fd)", "        pass"),  # noqa: E501
+    Fault("another rank does not sync", "distributed/onefile/shared_file.py", "        synced(self.fd)", "        pass"),  # noqa: E501
     Fault("copies are not compared", "distributed/ranks/copies.py", "if first.setdefault(leaf, checksum) != checksum:", "if first.setdefault(leaf, checksum) is None:"),  # noqa: E501
     Fault("CRC-32s are combined with a wrong length", "checksums.py", "crc32_combine(crc, piece.crc, piece.length)", "crc32_combine(crc, piece.crc, piece.length - 1)"),  # noqa: E501
     Fault("an older shard file stays", "distributed/dcp/storage_writer.py", "        folder.sweep(self._alone)\n\n    def storage_meta", "\n    def storage_meta"),  # noqa: E501
