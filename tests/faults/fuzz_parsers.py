@@ -186,7 +186,7 @@ def main() -> None:
     if options[:1] == ["--measure"]:
         what = measure(name, Path(options[1]).read_bytes())
         shutil.rmtree(_FOLDER, ignore_errors=True)
-        sys.exit(what)
+        sys.exit(what or 0)
 
     def one_input(data: bytes) -> None:
         is_file, data = data[:1] < b"\x80", data[1:]
