@@ -20,9 +20,9 @@ Python that runs the tests.
    stored in a variable: what it acquired has to be recorded inside.
 3. Between the last instruction of a `try` or `with` block and the first call of its `finally`, its
    `except` or its `__exit__`, there is no look for signals; if that call is one of C, it happens.
-4. Between the `__enter__` of a `with` statement and its block there is one since 3.14, where
-   `__enter__` is called by `CALL`: `__exit__` is then not called. So `with lock:` may leave a lock
-   of `threading` locked. `Locked` does not.
+4. Between the `__enter__` of a `with` statement and its block there is one in 3.14, not before and
+   not in 3.15: `__exit__` is then not called. So `with lock:` may leave a lock of `threading`
+   locked. `Locked` does not.
 5. A deallocated object runs no handler if its `__del__` is a property whose value is a function of
    C: there is no function of Python's in it.
 6. Python calls a handler with the frame that it interrupts as an argument. No other function is
