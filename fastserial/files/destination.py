@@ -451,7 +451,8 @@ class Replacement:
                 if _lock(fd) and self._is(name, fd):
                     return fd
                 self._remove_name()
-                self._files.close(but=1)
+                with suppress(OSError):  # a late error of an empty file
+                    self._files.close_newest()
         except ours(OSError) as error:
             if error.errno not in _NOT_FOR_US:
                 raise

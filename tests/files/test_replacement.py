@@ -114,6 +114,20 @@ def test_a_file_without_a_name_that_may_not_get_one(
             assert os.listdir(target.parent) == ["x.pt"]
 
 
+def test_the_copy_of_a_file_without_a_name_is_locked_by_another(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another host looks just then whether it is a leftover: another name is taken."""
+    monkeypatch.setattr(replacement_module, "_linkless", set())
+    real, answers = replacement_module._lock, iter([True, False])
+    monkeypatch.setattr(replacement_module, "_lock", lambda fd: next(answers, True) and real(fd))
+    with failing(monkeypatch, "link", errno.EPERM):
+        write(target, b"new")
+    assert next(answers, None) is None
+    assert target.read_bytes() == b"new"
+    assert os.listdir(target.parent) == ["x.pt"]
+
+
 def test_a_directory_that_is_removed_during_the_save(tmp_path: Path, named: bool) -> None:
     path = tmp_path / "folder" / "x.pt"
     path.parent.mkdir()
