@@ -44,11 +44,10 @@ from fastserial.interrupts import OWN, Background, Descriptors, finish, ours, su
 from fastserial.reasons import A_FILE, ANOTHER_OWNER, GIVE_A_PATH, RENAMES, Reason
 
 _MOST_NAMES = 10  # that are tried: they are random
-# Errors of file systems without locks.
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # No new file for us: a security module, or an owner that an idmapped mount does not know.
 _NOT_FOR_US = (errno.EPERM, errno.EACCES, errno.EOVERFLOW)
-_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
+# A file that is there: its mode is that of the old file, or no descriptor is left.
+_NOT_OPENED = (errno.EPERM, errno.EACCES, errno.EMFILE, errno.ENFILE)
 _log = logging.getLogger("fastserial")
 _FIRST_PAUSE = 0.5  # seconds before a save is repeated; doubled each time
 # A network or its server failed. A server that restarts does not know the file handles it gave.
@@ -68,17 +67,11 @@ _CAPABLE = linux.LOCAL | {
 }  # fmt: skip
 # Errors of the moment, not of the file system.
 _PASSING = (
-    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENAMETOOLONG,
-    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ENOTCONN, errno.EIO,
-    errno.ESTALE,
-)  # fmt: skip
-# A file without a name may not get one: by a security module, or a FUSE file system without links.
-_NO_LINK = (
-    errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EXDEV,
-    errno.EMLINK, errno.ENOENT,
+    *_TRANSIENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT,
+    errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ENOTCONN,
 )  # fmt: skip
 _COPIED = 8 << 20  # bytes at a time
-_linkless: set[int] = set()  # devices where that happened
+_linkless: set[int] = set()  # devices where a file without a name could not get one
 _incapable: dict[tuple[int, int], Reason | None] = {}  # by device and mount
 
 _NO_NAME = Reason("not a file name", "give torch.save the name of a file")
@@ -191,8 +184,13 @@ def _status(path: str, directory: int | None = None) -> os.stat_result | None:
 
 
 def _refused(error: OSError) -> CannotReplace | OSError:
-    """Return an error of a call for attributes; a refusal as a `CannotReplace`."""
-    return CannotReplace(_ATTRIBUTES) if error.errno in linux.REFUSED else error
+    """Return an error of a call for attributes; unless disk or network failed, as a refusal.
+
+    We may not set it, the file system cannot, or the owner has no number in this user namespace
+    (container) or on an idmapped mount: there are many errnos for these.
+    """
+    has_failed = error.errno in linux.OF_THE_DISK or error.errno in _TRANSIENT
+    return error if has_failed else CannotReplace(_ATTRIBUTES)
 
 
 def check_replaceable(target: PathTarget, directory: int) -> None:
@@ -340,10 +338,7 @@ def _lock(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except ours(OSError) as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        if error.errno not in _NO_LOCKS:
-            raise
+        return error.errno not in (errno.EAGAIN, errno.EACCES)
     return True
 
 
@@ -425,26 +420,16 @@ class Replacement:
             raise _refused(error) from error
 
     def _create(self, named: bool) -> int:
-        flags = os.O_RDWR
         try:
             if not (named or self._is_linkless()) and _can_link():
-                # Nobody can open a file without a name.
-                mode = 0o666 if self._kept is None else self._kept.mode & 0o777
-                try:
-                    fd = self._files.open(".", flags | os.O_TMPFILE, mode, self._directory)
-                    if self._kept is None:
-                        linux.apply_umask(fd, self._directory)
+                fd = self._create_nameless()
+                if fd is not None:
                     return fd
-                except ours(OSError) as error:
-                    if error.errno not in _NO_TMPFILE:
-                        raise
-            mode = 0o666 if self._kept is None else 0o600
+            flags, mode = os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666 if self._kept is None else 0o600
             for name in self._names():
                 self.named = name  # first: an interrupt may come right after the file is there
                 try:
-                    fd = self._files.open(
-                        name, flags | os.O_CREAT | os.O_EXCL, mode, self._directory
-                    )
+                    fd = self._files.open(name, flags, mode, self._directory)
                 except ours(FileExistsError):
                     continue
                 # Until it is locked, another save may take it for a leftover.
@@ -462,6 +447,20 @@ class Replacement:
             raise CannotReplace(Reason(text, ANOTHER_OWNER)) from error
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
+    def _create_nameless(self) -> int | None:
+        """Return a new file that nobody else can open; None if one with a name has to be tried.
+
+        FUSE servers and network file systems refuse `O_TMPFILE` with whatever errno they like.
+        """
+        mode = 0o666 if self._kept is None else self._kept.mode & 0o777
+        try:
+            fd = self._files.open(".", os.O_RDWR | os.O_TMPFILE, mode, self._directory)
+        except ours(OSError):
+            return None
+        if self._kept is None:
+            linux.apply_umask(fd, self._directory)
+        return fd
+
     def _is_linkless(self) -> bool:
         """Return whether a file without a name could not be linked in this file system before."""
         return bool(_linkless) and os.fstat(self._directory).st_dev in _linkless
@@ -477,7 +476,9 @@ class Replacement:
                 try:
                     # NFS asks the server when a file is opened, else it may answer from memory.
                     there = os.fstat(files.open(name, flags, dir_fd=self._directory))
-                except ours(PermissionError):  # of the mode, which is that of the old file
+                except ours(OSError) as error:
+                    if error.errno not in _NOT_OPENED:
+                        raise
                     there = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
         except ours(OSError) as error:
             if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
@@ -519,7 +520,8 @@ class Replacement:
             if nameless and not is_linked:
                 self._link_temporarily()
         except ours(OSError) as error:
-            if error.errno not in _NO_LINK or not os.path.isdir(self.where):
+            # A security module, or FUSE without links, refuses that with any other errno.
+            if error.errno in linux.OF_THE_DISK or not os.path.isdir(self.where):
                 raise
             self._copy_under_name()
             is_linked = nameless = False
@@ -574,7 +576,6 @@ class Replacement:
             OSError: there is no space for both.
         """
         nameless, self.named = self.fd, None
-        _linkless.add(os.fstat(self._directory).st_dev)
         try:
             self.fd = self._create(named=True)
             if self._kept is not None:
@@ -586,6 +587,7 @@ class Replacement:
             linux.write_all(self.fd, memoryview(data), offset)
             offset += len(data)
         self.sync()
+        _linkless.add(os.fstat(self._directory).st_dev)
         self.fallback = self.fallback or _COPIED_TWICE
 
     def _checked_name(self) -> str:

@@ -73,7 +73,7 @@ _MASK, _MOUNT, _ALIGNMENTS = struct.Struct("=I"), struct.Struct("=144xQ"), struc
 _StatFs = (ctypes.c_uint if os.uname().machine == "s390x" else ctypes.c_long) * 64
 # Of calls that a save can do without: no other error is the disk's. FUSE servers, network file
 # systems and filters of system calls answer what they like.
-_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length, process
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -174,7 +174,7 @@ def preallocate(fd: int, offset: int, length: int) -> bool:
     if call(fd, 0, offset, length) == 0:
         return True
     number = ctypes.get_errno()
-    if number in _OF_THE_DISK:
+    if number in OF_THE_DISK:
         raise OSError(number, os.strerror(number))
     return False
 
@@ -621,19 +621,13 @@ def _sync(fd: int, offset: int, length: int, flags: int) -> bool:
     if _sync_file_range(fd, *span, ctypes.c_uint(flags)) == 0:
         return True
     number = ctypes.get_errno()
-    if number in _OF_THE_DISK:  # the sync at the end would not report it again
+    if number in OF_THE_DISK:  # the sync at the end would not report it again
         raise OSError(number, os.strerror(number))
     return False
 
 
 # -- owner, mode, ACL, extended attributes ---------------------------------------------------------
 
-# We may not, or the file system cannot; anything else is a failure. EINVAL and EOVERFLOW: an owner
-# that has no number in this user namespace (container), or on an idmapped mount.
-REFUSED = (
-    errno.EPERM, errno.EACCES, errno.EINVAL, errno.EOVERFLOW, errno.EOPNOTSUPP, errno.ENOSYS,
-    errno.E2BIG, errno.ERANGE,
-)  # fmt: skip
 # Made for the old content: the kernel takes them off a file that is written to.
 _OF_THE_CONTENT = frozenset({"security.capability", "security.evm", "security.ima"})
 # Users, administrators and the kernel rely on these; other kinds belong to the file system.
@@ -658,7 +652,7 @@ def attributes_of(status: os.stat_result, file: int | str) -> Attributes:
         file: its descriptor or path.
 
     Raises:
-        OSError: an attribute may not be read (`REFUSED`), the disk failed, or the file is gone.
+        OSError: an attribute may not be read, the disk failed, or the file is gone.
     """
     follow = isinstance(file, int)
     extended: dict[str, bytes] = {}
@@ -708,7 +702,7 @@ def set_attributes(fd: int, wanted: Attributes) -> None:
     """Give a new file of ours, which has no more permissions, the attributes of another one.
 
     Raises:
-        OSError: one of them is refused (`REFUSED`), or the disk is full or failed.
+        OSError: one of them is refused, or the disk is full or failed.
     """
     made = attributes_of(os.fstat(fd), fd)
     if made == wanted:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +93,7 @@ def test_a_name_that_leads_elsewhere_is_not_renamed(
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EACCES, errno.ENOENT])
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOENT, errno.ENOTTY])
 def test_a_file_without_a_name_that_may_not_get_one(
     target: Path, number: int, is_new: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +129,21 @@ def test_the_copy_of_a_file_without_a_name_is_locked_by_another(
     assert os.listdir(target.parent) == ["x.pt"]
 
 
+def test_no_descriptor_is_left_at_the_end(
+    target: Path, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with FastFileWriter(target) as file:
+        file.write(b"new")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+        try:
+            file.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert target.read_bytes() == b"new"
+    assert os.listdir(target.parent) == ["x.pt"]
+
+
 def test_a_directory_that_is_removed_during_the_save(tmp_path: Path, named: bool) -> None:
     path = tmp_path / "folder" / "x.pt"
     path.parent.mkdir()
@@ -138,7 +154,7 @@ def test_a_directory_that_is_removed_during_the_save(tmp_path: Path, named: bool
         file.close()
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTTY])
 def test_a_file_system_without_locks(
     target: Path, named: bool, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +165,40 @@ def test_a_file_system_without_locks(
     write(target, b"new")
     assert target.read_bytes() == b"new"
     assert os.listdir(target.parent) == ["x.pt"]
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EPERM, errno.ENOTTY])
+def test_a_file_system_that_makes_no_file_without_a_name(
+    target: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FUSE servers answer what they like: the file is replaced all the same."""
+    real = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **keywords: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(number, os.strerror(number))
+        return real(path, flags, *args, **keywords)
+
+    before = target.stat()
+    monkeypatch.setattr(os, "open", refuse)
+    write(target, b"new")
+    assert target.read_bytes() == b"new"
+    assert target.stat().st_ino != before.st_ino
+    assert os.listdir(target.parent) == ["x.pt"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT])
+def test_a_file_system_that_cannot_be_tried_now(
+    target: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again, and not taken for one that cannot replace files."""
+    monkeypatch.setattr(replacement_module, "_CAPABLE", frozenset())
+    monkeypatch.setattr(replacement_module, "_incapable", {})
+    with failing(monkeypatch, "pwrite", number):
+        replacement_of(target).discard()
+    assert not replacement_module._incapable
+    write(target, b"new")
+    assert list(replacement_module._incapable.values()) == [None]
 
 
 # -- steps that fail -----------------------------------------------------------------------------
@@ -279,4 +329,18 @@ def test_an_owner_that_cannot_be_set(
         torch.save("new", target)
     assert torch.load(target) == "new"
     assert (target.stat().st_uid, target.stat().st_ino) == (1234, before.st_ino)
+    assert os.listdir(target.parent) == ["x.pt"]
+
+
+@pytest.mark.parametrize("number", [errno.ENODATA, errno.ENOTTY])
+def test_attributes_that_cannot_be_read(
+    target: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch needs none of them, whatever a FUSE server answers."""
+    os.setxattr(target, "user.x", b"x")
+    before = target.stat()
+    with failing(monkeypatch, "getxattr", number), fast():
+        torch.save("new", target)
+    assert torch.load(target) == "new"
+    assert target.stat().st_ino == before.st_ino
     assert os.listdir(target.parent) == ["x.pt"]
