@@ -12,6 +12,7 @@ from torch._guards import detect_fake_mode
 
 from fastserial.checkpoints.tensor_read import fetch, meta_of, open_readable
 from fastserial.config import Config, current
+from fastserial.files.paths import absolute
 from fastserial.files.remote import RemoteSource, is_url
 from fastserial.formats.safetensors import TYPE_NAMES
 from fastserial.formats.source import DescriptorSource
@@ -53,7 +54,7 @@ class LazyCheckpoint:
         self._device = torch.device(device)
         self._path = os.fspath(path)
         remote = is_url(self._path)
-        self._opened = (self._path if remote else os.path.abspath(self._path), device, config)
+        self._opened = (self._path if remote else absolute(os.fsdecode(path)), device, config)
         self._file: RemoteReader | OccasionalReader
         if remote:
             self._file = RemoteReader(self._path)

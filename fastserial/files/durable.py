@@ -89,7 +89,7 @@ def sync_folders(folders: Iterable[str]) -> None:
     Raises:
         OSError: the disk failed.
     """
-    wanted = {os.path.abspath(folder) for folder in folders}
+    wanted = {os.path.realpath(folder) for folder in folders}  # "link/.." is elsewhere
     for folder in wanted | {os.path.dirname(folder) for folder in wanted}:
         with Descriptors() as files:
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from fastserial.distributed import FastStorageWriter
 from fastserial.errors import write_error
 from fastserial.files import linux
 from fastserial.files.destination import Replacement, Retries
+from fastserial.files.durable import make_folder, sync_folders
 from fastserial.files.paths import absolute
 from fastserial.saving.writer import FastFileWriter
 
@@ -137,6 +139,23 @@ def test_a_directory_without_a_usable_path(
     with fast():
         torch.save(STATE, "x.pt")
     assert torch.equal(torch.load(folders[0] / "x.pt")["x"], STATE["x"])
+
+
+def test_above_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel follows the link first; the text of the path leads elsewhere."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("a/b")
+    monkeypatch.chdir(tmp_path)
+    with fast():
+        torch.save(STATE, "link/../x.pt")
+        distributed.save(STATE, "link/../y.pt")
+        make_folder("link/../new", True)
+        sync_folders(["link/../new"])
+        opened = pickle.dumps(fastserial.open("link/../x.pt"))
+    assert sorted(os.listdir("a")) == ["b", "new", "x.pt", "y.pt"]
+    monkeypatch.chdir("/")
+    with pickle.loads(opened) as file:
+        assert torch.equal(file.get_tensor("x"), STATE["x"])
 
 
 @pytest.mark.parametrize(

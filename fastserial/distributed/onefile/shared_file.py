@@ -54,7 +54,7 @@ class NewFile:
             os.ftruncate(self.file.fd, nbytes)
         except ours(OSError) as error:
             raise self.explained(error) from error
-        path = os.path.join(os.path.abspath(self.file.target.where), self.file.named or "")
+        path = os.path.join(self.file.target.where, self.file.named or "")
         return FileIdentity(path, os.fstat(self.file.fd).st_ino, nbytes)
 
     def reserve(self) -> None:
