@@ -24,6 +24,7 @@ import os
 import re
 import stat
 import time
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -59,13 +60,6 @@ class Owner(NamedTuple):
     space: str
     process: int
     started: int
-
-
-class _Found(NamedTuple):
-    """A file of the pattern in a folder."""
-
-    name: str
-    owner: Owner
 
 
 @functools.cache
@@ -146,14 +140,17 @@ def leftovers(directory: int) -> list[str]:
     if not names:
         return []
     one_host = linux.magic_of(directory) in linux.LOCAL
+    now_there = functools.cache(functools.partial(_now_there, directory))
     return [
         name
         for name in names
-        if (owner := owner_of(name)) and _is_left(name, owner, directory, one_host)
+        if (owner := owner_of(name)) and _is_left(name, owner, directory, one_host, now_there)
     ]
 
 
-def _is_left(name: str, owner: Owner, directory: int, one_host: bool) -> bool:
+def _is_left(
+    name: str, owner: Owner, directory: int, one_host: bool, now_there: Callable[[], float]
+) -> bool:
     """Return whether a file is one that nobody writes any more."""
     own = this_process()
     known = own.boot != _UNKNOWN
@@ -177,7 +174,7 @@ def _is_left(name: str, owner: Owner, directory: int, one_host: bool) -> bool:
     now = time.time()
     if written > now - _DAY or _is_locked(name, directory) is True:
         return False
-    return written <= _now_there(directory) - _DAY
+    return written <= now_there() - _DAY
 
 
 def _has_ended(owner: Owner) -> bool:

@@ -240,6 +240,20 @@ def test_many_files_in_the_way(tmp_path: Path, named: bool, gone: Owner) -> None
     assert len(os.listdir(tmp_path)) == 11_001, foreign[0]
 
 
+def test_the_server_is_asked_once_for_its_time(
+    tmp_path: Path, gone: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many old files others have left there."""
+    monkeypatch.setattr(linux, "magic_of", lambda file: NFS)
+    asked = []
+    real = temporary._now_there
+    monkeypatch.setattr(temporary, "_now_there", lambda fd: asked.append(fd) or real(fd))
+    for _ in range(5):
+        plant(tmp_path, gone._replace(**ANOTHER_BOOT), written=OLD)
+    assert save(tmp_path) == []
+    assert len(asked) == 1
+
+
 def test_a_large_folder_is_not_searched_at_each_save(
     tmp_path: Path, gone: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
