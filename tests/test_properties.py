@@ -216,7 +216,8 @@ def test_single_tensors_parts_of_them_and_into_others(
         path = saved(Path(folder), live, fmt)
         target = {key: to_fill(data, tensor) for key, tensor in live.items()}
         with fastserial.options(**options):
-            fastserial.load_into(target, path, verify=verify)
+            # an explicit wish for checksums is an error where there are none
+            fastserial.load_into(target, path, verify=verify and fmt == "zip")
             with fastserial.open(path) as file:
                 assert file.keys() == list(file) == list(live)
                 assert len(file) == len(live)

@@ -80,7 +80,7 @@ def test_an_index_that_names_no_file(tmp_path: Path) -> None:
     ("state", "text"),
     [
         ({"a": [1]}, "holds tensors by their"),
-        ({"a": torch.zeros(2, dtype=torch.complex128)}, "no dtype complex128"),
+        ({"a": torch.zeros(2, dtype=torch.complex128)}, "safetensors has no complex128"),
         ([torch.zeros(2)], "a dictionary of tensors"),
     ],
 )

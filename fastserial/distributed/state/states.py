@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from fastserial.checkpoints.own_loading import Conversion, conversion_of
 from fastserial.distributed.sharding.pieces import as_dtensor
 from fastserial.errors import ConfigError, LoadMismatchError
+from fastserial.interrupts import ours
 from fastserial.nests import walk
 
 
@@ -250,7 +251,7 @@ class LiveState:
             options = StateDictOptions(strict=strict)
             try:
                 set_model_state_dict(self._module, self._with_versions(), options=options)
-            except RuntimeError as error:
+            except ours(RuntimeError) as error:
                 if type(error) is not RuntimeError:  # the user's own
                     raise
                 raise LoadMismatchError(
