@@ -264,6 +264,8 @@ class LegacyContainer(FileContainer):
         super().__init__(source)
         self._budget = Budget(limits or Limits.of(source.size))
         self.file = read_legacy(source, self._budget)
+        if limits is None:
+            self._budget.narrow(self.file.decoded.nbytes)  # the rest of the file is storages
 
     @property
     def byte_order(self) -> str | None:

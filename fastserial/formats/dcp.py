@@ -165,6 +165,7 @@ def parse(pickled: bytes, path: str) -> Metadata:
     try:
         with naming(path):
             found = decode(ByteStream(BytesSource(pickled)), budget)
+            budget.narrow(found.nbytes)
             return _metadata(found, framed, budget)
     except ours(AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(

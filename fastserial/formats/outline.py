@@ -545,7 +545,10 @@ def zip_outline(
         raise CorruptCheckpointError("several records have this name, and differ", record=PICKLE)
     try:
         budget = Budget(limits or _limits_of(record))
-        found = outline(decode(record_stream(source, record), budget), budget)
+        decoded = decode(record_stream(source, record), budget)
+        if limits is None:
+            budget.narrow(decoded.nbytes)  # the rest of the record is no pickle
+        found = outline(decoded, budget)
     except ours(CheckpointFileError) as error:
         if error.record is None:
             error.record = PICKLE

@@ -164,6 +164,10 @@ class Budget:
                 f"reading its pickle takes more than {self.limits.memory} bytes: use torch.load"
             )
 
+    def narrow(self, nbytes: int) -> None:
+        """Leave no more than a pickle of `nbytes` bytes may take."""
+        self.left = min(self.left, Limits.of(nbytes).memory)
+
     def check_time(self) -> None:
         """Look at the clock.
 
@@ -199,6 +203,7 @@ class _SymbolicUnpickler(pickle._Unpickler):
         self._kept = budget.limits.kept
         self.globals: set[Global] = set()
         self.persistents: list[Persistent] = []
+        self.skipped = 0
         self._elided: Elided | None = None
         self._depths: dict[int, tuple[tuple[Any, ...], int]] = {}  # of tuples with tuples in them
 
@@ -240,6 +245,7 @@ class _SymbolicUnpickler(pickle._Unpickler):
         """
         if nbytes > self._kept:
             self.stream.skip(nbytes)
+            self.skipped += nbytes
             self._elided = Elided(nbytes, self.stream.tell())
             return b""
         self.budget.spend(_WIDEST * nbytes)
@@ -410,12 +416,14 @@ class Decoded:
         globals: the names it would import.
         persistents: the persistent ids, in order.
         end: where it ends in the stream (bytes).
+        nbytes: its length, without the values that are not kept.
     """
 
     value: Any
     globals: frozenset[Global]
     persistents: list[Persistent]
     end: int
+    nbytes: int
 
 
 def decode(stream: ByteStream, budget: Budget | None = None) -> Decoded:
@@ -430,7 +438,7 @@ def decode(stream: ByteStream, budget: Budget | None = None) -> Decoded:
         PickleLimitError: reading it takes more than the limits allow.
         OSError: the stream cannot be read.
     """
-    machine = _SymbolicUnpickler(stream, budget or Budget())
+    machine, start = _SymbolicUnpickler(stream, budget or Budget()), stream.tell()
     try:
         value = machine.load()
     except (CheckpointFileError, PickleLimitError, OSError):
@@ -439,7 +447,9 @@ def decode(stream: ByteStream, budget: Budget | None = None) -> Decoded:
         raise CorruptCheckpointError(
             f"damaged pickle ({type(error).__name__}: {error})", offset=stream.tell()
         ) from error
-    return Decoded(value, frozenset(machine.globals), machine.persistents, stream.tell())
+    end = stream.tell()
+    nbytes = end - start - machine.skipped
+    return Decoded(value, frozenset(machine.globals), machine.persistents, end, nbytes)
 
 
 def refuse_costly(data: bytes, limits: Limits) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from support.limits import peak
 
 import fastserial
 from fastserial.cli.main import app
+from fastserial.formats import pickles
 
 _SECONDS, _SECONDS_PER_MB = 10.0, 1.0
 _MEMORY = 1 << 30
@@ -76,6 +78,28 @@ def test_a_folder_costs_what_it_weighs(name: str, tmp_path: Path) -> None:
         lambda: fastserial.convert(path, tmp_path / "out.pt"),
     ):
         costs(call, weight)
+
+
+def test_only_the_bytes_of_a_pickle_allow_it_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small pickle that names a million tensors, beside bytes that are not read."""
+    monkeypatch.setattr(pickles, "_LEAST_MEMORY", 4 << 20)
+    names: Any = torch.zeros(1)
+    for _ in range(3):
+        names = {f"k{number}": names for number in range(100)}
+    paths = [tmp_path / f"{name}.pt" for name in ("small", "text", "padded", "legacy")]
+    small, text, padded, legacy = paths
+    torch.save(names, small)
+    torch.save([names, "x" * (1 << 20)], text)
+    with zipfile.ZipFile(small) as archive, zipfile.ZipFile(padded, "w") as copy:
+        for name in archive.namelist():
+            more = bytes(1 << 20) if name.endswith("data.pkl") else b""
+            copy.writestr(name, archive.read(name) + more)
+    rows = torch.zeros(1 << 20, dtype=torch.uint8)
+    torch.save([names, rows], legacy, _use_new_zipfile_serialization=False)
+    for path in paths:
+        assert 0 < len(fastserial.inspect(path).tensors) < 5000, path
 
 
 def test_millions_of_numbers_beside_a_tensor(tmp_path: Path) -> None:
