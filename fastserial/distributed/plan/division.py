@@ -33,7 +33,8 @@ class FilePlan(NamedTuple):
             source below 0 is one that rank 0 alone has.
         writers: the ranks that write, in order.
         checksums: whether the file has CRC-32s.
-        cuts_replicas: whether what several ranks have may be divided among them.
+        cuts_replicas: whether what several ranks have was compared in whole, and may be divided
+            among them.
     """
 
     nbytes: int
@@ -49,10 +50,10 @@ class FilePlan(NamedTuple):
             source: its number: replicas of consecutive tensors are taken from different ranks.
             size: of the group.
         """
-        if self.cuts_replicas:
+        if self.cuts_replicas and not isinstance(spec.held, Flat):  # these are not compared
             return cover_of(spec.shape, spec.held, size)
         # What rows of one tensor are taken from must not depend on who writes.
-        able = () if isinstance(spec.held, Mesh) else tuple(self.writers)
+        able = tuple(self.writers) if spec.held is None else ()
         replica = source % lcm(size, len(self.writers))  # few different ones: covers are kept
         return cover_of(spec.shape, spec.held, size, replica, able)
 

@@ -8,7 +8,7 @@ repeated a call.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fastserial.errors import ConfigError
@@ -27,21 +27,27 @@ class RankCall(NamedTuple):
         path: as the user gave it; empty if each rank may give its own, or if it is none: then
             only that rank's own error says so.
         target: the absolute path.
-        steps: what the state says of the step, such as `step=100`.
+        steps: what the state says of the step, such as `("step", 100)`.
     """
 
     name: str
     path: str = ""
     target: str = ""
-    steps: tuple[str, ...] = ()
+    steps: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         of = [repr(self.path)] if self.path else []
-        return f"{self.name}({', '.join([*of, *self.steps])})"
+        steps = [f"{key}={step}" for key, step in self.steps]
+        return f"{self.name}({', '.join([*of, *steps])})"
 
     def is_same(self, other: RankCall) -> bool:
-        """Return whether two ranks make one call: of one kind, for one file, of one step."""
-        if (self.name, self.steps) != (other.name, other.steps):
+        """Return whether two ranks make one call: of one kind, for one file, of one step.
+
+        A step that only one of them has, as values of rank 0 and entries of each rank are, says
+        nothing.
+        """
+        theirs = dict(other.steps)
+        if self.name != other.name or any(theirs.get(key, one) != one for key, one in self.steps):
             return False
         if not (self.path and other.path):
             return True
@@ -85,13 +91,13 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
-def _steps_in(state: object, depth: int = 2) -> list[str]:
-    """Return what a state says of its step, such as `trainer.epoch=3`."""
-    found: list[str] = []
+def _steps_in(state: object, depth: int = 2) -> list[tuple[str, int]]:
+    """Return what a state says of its step, such as `("trainer.epoch", 3)`."""
+    found: list[tuple[str, int]] = []
     if type(state) is not dict or not depth:
         return found
-    found += [f"{key}={state[key]}" for key in _STEPS if type(state.get(key)) is int]
+    found += [(key, state[key]) for key in _STEPS if type(state.get(key)) is int]
     for key, value in state.items():
-        if type(key) is str and isinstance(value, Mapping):
-            found += [f"{key}.{inner}" for inner in _steps_in(value, depth - 1)]
+        if type(key) is str:
+            found += [(f"{key}.{inner}", step) for inner, step in _steps_in(value, depth - 1)]
     return found

@@ -579,7 +579,7 @@ def _late(other: int, call: RankCall, now: RankCall) -> str:
 def _call_from(found: list[Any]) -> RankCall:
     """Return a call from its JSON."""
     name, path, target, steps = found
-    return RankCall(name, path, target, tuple(steps))
+    return RankCall(name, path, target, tuple((key, step) for key, step in steps))
 
 
 def _first(length: int, message: bytes) -> torch.Tensor:

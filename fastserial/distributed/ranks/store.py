@@ -79,8 +79,9 @@ def _worker() -> queue.SimpleQueue[_Work]:
     key = os.getpid(), threading.get_ident()
     work = _workers.get(key)
     if work is None:
-        work = _workers[key] = queue.SimpleQueue()
+        work = queue.SimpleQueue()
         threading.Thread(target=_run, args=(work,), name="fastserial: store", daemon=True).start()
+        _workers[key] = work  # now that somebody does it
     return work
 
 
@@ -95,3 +96,4 @@ def _run(work: queue.SimpleQueue[_Work]) -> None:
             answer.put((function(*arguments), None))
         except BaseException as error:
             answer.put((None, error))
+        del function, arguments, answer  # the store lives as long as the job's group

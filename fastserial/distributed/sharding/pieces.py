@@ -57,15 +57,18 @@ class Mesh(NamedTuple):
                 return grid.index(rank)
         return None
 
-    def shard_of(self, rank: int) -> int | None:
+    def shard_of(self, rank: int, size: int) -> int | None:
         """Return which shard a rank has: the same number on all ranks that have its replicas.
 
-        None: it has none, or no other rank may have a replica of it.
+        None: it has none, or no other rank may have a replica of it. One outside of the grid may:
+        on a mesh of its own.
+
+        Args:
+            size: of the group.
         """
         index = self.index_of(rank)
-        if index is None or (
-            len(self.grids) == 1 and all(one.dim is not None for one in self.splits)
-        ):
+        is_split = all(one.dim is not None for one in self.splits)
+        if index is None or (is_split and len(self.members()) == size and len(self.grids) == 1):
             return None
         number, step = 0, 1
         for size, split in zip(reversed(self.shape), reversed(self.splits), strict=True):

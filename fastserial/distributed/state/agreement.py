@@ -83,7 +83,7 @@ class Agreement:
             held, leaf = table.specs[source].held, leaf_of(values[number])
             if not isinstance(held, Mesh) or leaf is None:
                 continue
-            shard = held.shard_of(self._traffic.rank)
+            shard = held.shard_of(self._traffic.rank, self._traffic.size)
             if shard is not None:
                 yield (number, shard), local_of(leaf, self._found.paths[number])
 

@@ -83,7 +83,15 @@ class Describer:
             return LeafSpec(self._held(leaf, key))
         if as_dtensor(leaf) is not None:
             local = leaf._local_tensor
-            alike = id(leaf.device_mesh), leaf.placements, leaf.shape, local.dtype, local.shape
+            kind = type(local)  # not all may be read as memory
+            alike = (
+                id(leaf.device_mesh),
+                leaf.placements,
+                leaf.shape,
+                local.dtype,
+                local.shape,
+                kind,
+            )
             spec = self._alike.get(alike)
             if spec is None:
                 spec = self._alike[alike] = self._held(leaf, key)
