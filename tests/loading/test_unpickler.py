@@ -178,10 +178,16 @@ LEFT_TO_TORCH = {
 }  # fmt: skip
 
 
+# Older releases set items in any object; in one of 2^36 elements for a minute.
+SETS_ITEMS_IN_ANYTHING = not hasattr(torchs.Unpickler, "_check_set_item_target")
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", [*HOSTILE, *LEFT_TO_TORCH])
 def test_what_torch_refuses_is_refused_in_its_words(name: str) -> None:
     """What ours leaves to torch's has its outcome, too."""
+    if SETS_ITEMS_IN_ANYTHING and "item" in name:
+        pytest.skip("this torch sets items in any object")
     saved = _Saved([torch.ones(3), torch.zeros(3, dtype=torch.long)])
     data = HOSTILE.get(name) or b"\x80\x02" + LEFT_TO_TORCH[name] + b"."
     theirs = _outcome(saved, torchs.Unpickler, data)
@@ -221,6 +227,7 @@ def _python_would(target: Any, items: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(SETS_ITEMS_IN_ANYTHING, reason="this torch sets items in any object")
 @pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "control"])
 def test_mutated_pickles_load_as_with_torch(
     is_guarded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
