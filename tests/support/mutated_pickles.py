@@ -248,7 +248,8 @@ def _seen(load: Callable[[], Any]) -> Seen:
         except Exception as error:
             errors.append(type(error))
 
-    torch._utils._sparse_tensors_to_validate.clear()  # those of a load that failed
+    # those of a load that failed; torch 2.15 keeps none
+    getattr(torch._utils, "_sparse_tensors_to_validate", []).clear()
     began = time.perf_counter()
     nbytes = peak(run)
     seconds = time.perf_counter() - began
