@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import ranks
 
 import fastserial
 from fastserial import distributed
+from fastserial.distributed.ranks.store import BoundedStore
 
 FULL = os.environ.get("FASTSERIAL_DISTRIBUTED") == "full"
 pytestmark = pytest.mark.slow
@@ -35,6 +38,23 @@ def test_calls_that_are_not_compared_are_mixed(tmp_path: Path) -> None:
 def _steps(path: Path) -> set[int]:
     found = torch.load(path)
     return {found["step"], *found["shards"].unique().tolist()}
+
+
+def test_a_step_that_one_rank_has(tmp_path: Path) -> None:
+    ranks.run("ranks_disagree", 2, "steps", tmp_path)
+
+
+def test_a_store_lives_no_longer_than_its_job() -> None:
+    """Else the next process group of this process meets the old one's keys."""
+    store = BoundedStore("x", dist.HashStore(), 5)  # type: ignore[attr-defined]
+    ended = weakref.ref(store.inner)  # which keeps the job's
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    del store
+    until = time.monotonic() + 5
+    while ended() is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert ended() is None
 
 
 def test_who_waits_says_for_whom(tmp_path: Path) -> None:

@@ -191,6 +191,19 @@ def test_rows_are_of_one_replica(axis: int) -> None:
         assert have == replicas[number % 2]
 
 
+@pytest.mark.parametrize("cuts_replicas", [False, True])
+@pytest.mark.parametrize("writers", [[0], [0, 2], [0, 1, 2, 3]])
+def test_flat_ranges_are_of_one_replica(writers: list[int], cuts_replicas: bool) -> None:
+    """Nobody compares them: neither who writes nor what was compared else mixes replicas."""
+    half = 20 * GRAIN
+    held = Flat(tuple((rank, rank % 2 * half, (rank % 2 + 1) * half) for rank in range(4)))
+    spec = TensorSpec((2 * half,), torch.uint8, held)
+    plan = FilePlan(0, [], writers, cuts_replicas=cuts_replicas)
+    for source in range(8):
+        taken = {rank for one in plan.cover(source, spec, 4).segments for rank in one.ranks}
+        assert taken in ({0, 1}, {2, 3})
+
+
 def test_boxes_side_by_side_are_no_run() -> None:
     """A rank may hold neighbouring rows apart, as a strided shard of a mesh of one rank."""
     spec = TensorSpec((512, 4096), torch.float32, Mesh((1,), ((0,),), (Split(0, 2),)))

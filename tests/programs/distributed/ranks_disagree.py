@@ -91,6 +91,20 @@ def calls(folder: str, seed: str, count: str, control: str = "") -> None:
     print(worked, mixed)
 
 
+def steps(folder: str) -> None:
+    """A step is compared where two ranks have it: others are values of rank 0, or of each rank."""
+    me, path = dist.get_rank(), Path(folder, "x.pt")
+    of_rank_0 = {"x": torch.ones(3), **({"step": 3} if me == 0 else {})}
+    distributed.save(of_rank_0, path, timeout=TIMEOUT)
+    of_each = {f"loader{me}": {"step": 5 + me}}
+    distributed.save(of_each, path, timeout=TIMEOUT, merge="union")
+    dist.barrier()
+    assert torch.load(path) == {f"loader{rank}": {"step": 5 + rank} for rank in (0, 1)}
+    for state in ({"step": me}, {"trainer": {"epoch": me}}):
+        with pytest.raises(MismatchedCallError, match=r"(step|trainer\.epoch)=1.*\1=0"):
+            distributed.save(state, path, timeout=TIMEOUT)
+
+
 def waits(folder: str) -> None:
     """Rank 1 is late: the other one says so, in its first call and in later ones."""
     lines: list[str] = []
@@ -190,13 +204,20 @@ def _divided(plan: FilePlan, source: int, spec: Any, size: int) -> Any:
 
 
 def compared(folder: str) -> None:
-    """`compare="all"` finds what samples miss, also in the replicas of a DTensor."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for kind in ("plain", "replicated"):
+    """`compare="all"` finds what samples miss, also in the replicas of a DTensor.
+
+    Each rank may have all of it on a mesh of its own.
+    """
+    names = ("replicas", "shards")
+    meshes = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=names)
+    mesh = meshes["replicas"]
+    for kind in ("plain", "replicated", "alone"):
         whole = torch.zeros(ROWS, COLUMNS, dtype=torch.int32)
         whole[1, 1] = dist.get_rank()
         if kind == "replicated":
             whole = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+        elif kind == "alone":
+            whole = DTensor.from_local(whole, meshes["shards"], [Shard(0)], run_check=False)
         path = Path(folder, f"{kind}.pt")
         distributed.save({kind: whole}, path, timeout=TIMEOUT)
         with fastserial.options(compare="all"), pytest.raises(DistributedError, match=kind):
@@ -246,9 +267,11 @@ def subclasses(folder: str) -> None:
         local = Pair(torch.full((4, 8), value), torch.full((4, 8), -value))
         return {"x": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
 
+    # beside a plain one of the same kind, as of an optimizer with states of both
+    plain = DTensor.from_local(torch.zeros(4, 8), mesh, [Shard(0)], run_check=False)
     for call in (distributed.save, distributed.save_async):
         with pytest.raises(LoadMismatchError, match="x: its shards are of the class Pair"):
-            call(made(1.0), Path(folder, "x.pt"), timeout=TIMEOUT)
+            call({"plain": plain, **made(1.0)}, Path(folder, "x.pt"), timeout=TIMEOUT)
     assert not Path(folder, "x.pt").exists()
     torch.serialization.add_safe_globals([Pair])
     ours = {
@@ -268,5 +291,5 @@ def subclasses(folder: str) -> None:
             assert torch.equal(local.high, torch.full((4, 8), -7.0 - me))
 
 
-SCENES = (calls, waits, tensors, compared, subclasses)
+SCENES = (calls, steps, waits, tensors, compared, subclasses)
 ranks.main({scene.__name__: scene for scene in SCENES})
