@@ -38,7 +38,8 @@ class RankCall(NamedTuple):
     def __str__(self) -> str:
         of = [repr(self.path)] if self.path else []
         steps = [f"{key}={step}" for key, step in self.steps]
-        return f"{self.name}({', '.join([*of, *steps])})"
+        given = [*of, *steps]
+        return f"{self.name}({', '.join(given)})" if given else self.name
 
     def is_same(self, other: RankCall) -> bool:
         """Return whether two ranks make one call: of one kind, for one file, of one step.
