@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import random
@@ -43,12 +44,20 @@ def places(data: bytes) -> dict[str, tuple[int, int]]:
     return {record.name: (record.data_offset, record.data_end) for record in records}
 
 
+_M_PERTURB = -6  # of mallopt(3): new memory is filled with the complement of this byte
+
+
 def _poisoned(path: Path, fill: int) -> Any:
-    """Load where freed memory holds `fill`."""
+    """Load where new memory is filled, and freed memory holds `fill` where it is used again."""
     for size in (20_000, 9000, 300):
         junk = [torch.full((size,), fill, dtype=torch.uint8) for _ in range(8)]
         del junk
-    return torch.load(path)
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(_M_PERTURB, fill)
+    try:
+        return torch.load(path)
+    finally:
+        mallopt(_M_PERTURB, 0)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
