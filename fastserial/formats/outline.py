@@ -9,7 +9,7 @@ what leads to a tensor gets a name, and each name is charged to the budget befor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import itemgetter
@@ -186,15 +186,22 @@ class _Node:
 
     def add(self, name: Any, value: Any, kind: str = "tensor") -> None:
         """Note a value that is in it."""
-        if type(value) in _PARTS:
+        if _is_part(value):
             self.parts.append(_Part(name, value, kind))
-        else:
+        elif type(value) not in _PARTS:
             self.values += 1
 
 
 _HERE = object()  # as a name: the key is that of the container
 _CONTAINERS = frozenset({Call, Mapping, list, tuple})
 _PARTS = _CONTAINERS | {Persistent}
+
+
+def _is_part(value: Any) -> bool:
+    """Return whether a value may lead to tensors: an empty container does not."""
+    if type(value) is Mapping:
+        return bool(value.items)
+    return bool(value) if type(value) in (list, tuple) else type(value) in _PARTS
 
 
 def _survey(root: _Node, budget: Budget) -> dict[int, _Node]:
@@ -254,28 +261,26 @@ def _node_of(container: Any, budget: Budget) -> _Node:
 
 
 def _look_at_list(node: _Node, values: Sequence[Any], budget: Budget) -> None:
-    if _is_worth_a_look(node, map(type, values), len(values), budget):
+    if _is_worth_a_look(node, values, budget):
         for index, value in enumerate(values):
             node.add(index, value)
 
 
 def _look_at_items(node: _Node, items: Sequence[tuple[Any, Any]], budget: Budget) -> None:
-    kinds = map(type, map(itemgetter(1), items))
-    if _is_worth_a_look(node, kinds, len(items), budget):
+    if _is_worth_a_look(node, list(map(itemgetter(1), items)), budget):
         for name, value in items:
             node.add(name, value)
 
 
-def _is_worth_a_look(node: _Node, kinds: Iterable[type], count: int, budget: Budget) -> bool:
-    """Charge for the parts among values of some types; return False if there are none.
+def _is_worth_a_look(node: _Node, values: Sequence[Any], budget: Budget) -> bool:
+    """Charge for the parts among values; return False if there are none.
 
     This is much faster than a look at each value: checkpoints hold lists of millions of numbers.
     """
-    parts = sum(map(_PARTS.__contains__, kinds))
-    if not parts:
-        node.values += count
+    if _PARTS.isdisjoint(map(type, values)):
+        node.values += len(values)
         return False
-    budget.spend(_PART_COST * parts)
+    budget.spend(_PART_COST * sum(map(_is_part, values)))
     return True
 
 

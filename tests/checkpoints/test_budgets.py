@@ -102,6 +102,19 @@ def test_only_the_bytes_of_a_pickle_allow_it_memory(
         assert 0 < len(fastserial.inspect(path).tensors) < 5000, path
 
 
+@pytest.mark.parametrize("kind", [dict, list])
+def test_many_empty_containers_beside_a_tensor(
+    kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lead to no tensor, and cost no more than they weigh."""
+    monkeypatch.setattr(pickles, "_LEAST_MEMORY", 1 << 20)
+    path = tmp_path / "x.pt"
+    torch.save({"a": [kind() for _ in range(50_000)], "w": torch.ones(3)}, path)
+    with fastserial.open(path) as file:
+        assert file.keys() == ["w"]
+    assert fastserial.inspect(path).values == 0
+
+
 def test_millions_of_numbers_beside_a_tensor(tmp_path: Path) -> None:
     """As stock, and in less time; they need no names."""
     path = tmp_path / "x.pt"
