@@ -23,7 +23,7 @@ from fastserial.console import say
 from fastserial.errors import FastserialError
 
 _HERE = Path(__file__).resolve().parent
-_NO_SCRIPTS = {"all", "common", "models", "peers", "ranks"}
+_NO_SCRIPTS = {"all", "common", "models", "peers", "ranks", "scaling"}  # the last needs no folder
 _SCRIPTS = sorted(path.stem for path in _HERE.glob("*.py") if path.stem not in _NO_SCRIPTS)
 
 

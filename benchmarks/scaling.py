@@ -1,121 +1,280 @@
-"""How saves scale: with the size of the checkpoint, and with the number of tensors.
+"""What a job of many ranks costs a single one of them: with the package's own code, no processes.
 
-Two curves, each point an interleaved comparison of stock zip, fastserial zip and safetensors. Timed
-is the whole call with the fsync of file and directory. Bandwidth is tensor data per second, headers
-left out, so that ratios are ratios of time. Below 4 MiB a save takes milliseconds and varies more,
-so there are four times as many rounds.
+Ranks are simulated one at a time, each in a child of its own: rank 0, a middle one and the last.
+Each is given what the others would have sent to it; nothing is sent, and no tensor has memory.
+There are `--tensors` tensors in the file, those of all pipeline stages together. The shapes are
+those of a model's layers, each with its optimizer's states.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-from collections.abc import Iterator
-from dataclasses import replace
+import json
+import multiprocessing
+import pickle
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from common import Picture, Say, Script, size
-from peers import safetensors_row
 
-from fastserial.bench.measure import Sample
-from fastserial.bench.payload import mixed_state
-from fastserial.bench.rotation import Row, rotate, summarize
-from fastserial.bench.state import check_memory, scratch
-from fastserial.bench.table import CHECKED, Column, Result, Table, number
-from fastserial.bench.torch_rows import fast, fast_row, stock_row
-from fastserial.reports import format_bytes
+from fastserial.bench.table import check_files
+from fastserial.console import say
+from fastserial.distributed.onefile.saver import tile_bytes
+from fastserial.distributed.plan.division import FilePlan
+from fastserial.distributed.plan.schedule import Move, Schedule
+from fastserial.distributed.sharding.pieces import Mesh, Split, TensorSpec
+from fastserial.errors import FastserialError
+from fastserial.progress import show_line
 
-_FIRST_SIZE, _SIZE_FACTOR = 1 << 10, 4
-_TENSORS_PER_SIZE = 16  # the same at every size, so that only the size changes
-_COUNT_FACTOR = 10
-_QUICK, _QUICK_REPEATS = 4 << 20, 4
-_HEADROOM = 256 << 20
-_HEADER_BYTES = 512  # of a tensor, in the most talkative container
-_COLUMNS = (
-    Column("data_bytes", "bytes", number()),
-    Column("tensors", "tensors", number()),
-    Column("seconds", "msec", number(1e-3, 2)),
-    Column("to_stock", "× stock", number(1, 2)),
-    *CHECKED,
+__all__ = ["ROWS", "Case", "Counts", "specs_of"]
+
+_HIDDEN, _INNER, _KEYS = 8192, 28672, 1024  # elements, as in a model of 70 billion parameters
+# Of a layer: shape, and which dimension tensor parallelism splits (None: none).
+_LAYER: tuple[tuple[tuple[int, ...], int | None], ...] = (
+    ((_HIDDEN, _HIDDEN), 0),
+    ((_KEYS, _HIDDEN), 0),
+    ((_KEYS, _HIDDEN), 0),
+    ((_HIDDEN, _HIDDEN), 1),
+    ((_INNER, _HIDDEN), 0),
+    ((_INNER, _HIDDEN), 0),
+    ((_HIDDEN, _INNER), 1),
+    ((_HIDDEN,), None),
+    ((_HIDDEN,), None),
 )
+_DTYPES = (torch.bfloat16, torch.float32, torch.float32)  # a parameter and its two moments
+_ALIGNMENT, _HEADER = 64, 120  # bytes: of records in a file, and between two
 
 
-def _measure(options: argparse.Namespace, say: Say) -> Result:
-    with fast():  # before minutes are spent on other rows
-        pass
-    needed = max(options.max_size, options.total + options.max_tensors * _HEADER_BYTES)
-    check_memory(needed, "give a smaller --max-size, --total or --max-tensors")
-    missing = {}
-    if importlib.util.find_spec("safetensors") is None:
-        missing["safetensors"] = "not installed: pip install safetensors"
-    curves: dict[str, list[dict[str, Any]]] = {"against the size": [], "against the tensors": []}
-    by_size, by_count = curves.values()
-    with scratch(options.folder, needed + _HEADROOM) as folder:
-        for nbytes in _geometric(_FIRST_SIZE, options.max_size, _SIZE_FACTOR):
-            say(f"{format_bytes(nbytes)} in {_TENSORS_PER_SIZE} tensors")
-            state = mixed_state(nbytes, _TENSORS_PER_SIZE)
-            by_size += _point(state, options, folder, nbytes)
-        for count in _geometric(1, options.max_tensors, _COUNT_FACTOR):
-            say(f"{count:,} tensors")
-            by_count += _point(_equal_state(options.total, count), options, folder, count)
-    caption = (
-        f"medians of {options.runs} or {options.runs * _QUICK_REPEATS} interleaved runs "
-        "(least–greatest), file and directory synced"
+@dataclass(frozen=True)
+class Case:
+    """A job.
+
+    Attributes:
+        placement: how it shards its tensors, a key of `PLACEMENTS`.
+        ranks: how many there are.
+        tensors: in the file.
+    """
+
+    placement: str
+    ranks: int
+    tensors: int
+
+
+class Counts(NamedTuple):
+    """What a rank sends: bytes in all, and the most messages in one step."""
+
+    sent_bytes: int
+    messages: int
+
+
+@dataclass(frozen=True)
+class ScalingRow:
+    """A row of the result.
+
+    Attributes:
+        what: was done, a key of `ROWS`.
+        placement, ranks, tensors: see `Case`.
+        rank: which did it.
+        cpu_seconds: of this rank's process.
+        peak_bytes: of memory that Python allocated meanwhile, what was there before left out.
+        sent_bytes, messages: see `Counts`.
+    """
+
+    what: str
+    placement: str
+    ranks: int
+    tensors: int
+    rank: int
+    cpu_seconds: float
+    peak_bytes: int
+    sent_bytes: int
+    messages: int
+
+
+def _fsdp(case: Case) -> Iterator[TensorSpec]:
+    """FSDP2: every tensor in rows among all ranks."""
+    mesh = Mesh((case.ranks,), (tuple(range(case.ranks)),), (Split(0),))
+    for shape, _, dtype in _tensors(case.tensors):
+        yield TensorSpec(shape, dtype, mesh)
+
+
+def _hsdp(case: Case) -> Iterator[TensorSpec]:
+    """HSDP: rows among up to 128 ranks, and replicas of that."""
+    shards = max(2, min(128, case.ranks // 2))
+    grid = (case.ranks // shards, shards)
+    mesh = Mesh(grid, (tuple(range(grid[0] * shards)),), (Split(None), Split(0)))
+    for shape, _, dtype in _tensors(case.tensors):
+        yield TensorSpec(shape, dtype, mesh)
+
+
+def _parallel(case: Case) -> Iterator[TensorSpec]:
+    """FSDP2 over tensor parallelism in pipeline stages, each with tensors of its own."""
+    stages = tensor = 8 if case.ranks >= 128 else 2
+    each = case.ranks // stages
+    grid = (each // tensor, tensor)
+    for stage in range(stages):
+        members = (tuple(range(stage * each, stage * each + grid[0] * tensor)),)
+        meshes = {
+            None: Mesh(grid, members, (Split(0), Split(None))),
+            0: Mesh(grid, members, (Split(0, tensor), Split(0))),
+            1: Mesh(grid, members, (Split(0), Split(1))),
+        }
+        own = case.tensors * (stage + 1) // stages - case.tensors * stage // stages
+        for shape, dim, dtype in _tensors(own):
+            yield TensorSpec(shape, dtype, meshes[dim])
+
+
+def _tensors(count: int) -> Iterator[tuple[tuple[int, ...], int | None, torch.dtype]]:
+    """Yield shapes, the dimension that tensor parallelism splits, and dtypes."""
+    for number in range(count):
+        shape, dim = _LAYER[number // len(_DTYPES) % len(_LAYER)]
+        yield shape, dim, _DTYPES[number % len(_DTYPES)]
+
+
+PLACEMENTS: dict[str, Callable[[Case], Iterator[TensorSpec]]] = {
+    "FSDP2": _fsdp,
+    "HSDP": _hsdp,
+    "FSDP x TP x PP": _parallel,
+}
+
+
+def specs_of(case: Case) -> list[TensorSpec]:
+    """Return the tensors of a job as all ranks hold them, in the order of the file."""
+    return list(PLACEMENTS[case.placement](case))
+
+
+def file_plan_of(specs: list[TensorSpec], ranks: int) -> FilePlan:
+    """Return a file of tensors as rank 0 would lay it out."""
+    records, at = [], 64 * len(specs)  # the pickle comes first
+    for number, spec in enumerate(specs):
+        at += _HEADER
+        at += -at % _ALIGNMENT
+        records.append((number, number, at, spec.nbytes))
+        at += spec.nbytes
+    return FilePlan(at + _HEADER, records, list(range(ranks)))
+
+
+# -- one function for each kind of row: it makes ready, and returns what is measured ---------------
+
+
+def plan_of_a_save(case: Case, rank: int) -> Callable[[], Counts]:
+    """From rank 0's plan to every move of this rank, as the rounds of a save ask for them."""
+    specs = specs_of(case)
+    message = pickle.dumps(file_plan_of(specs, case.ranks))
+
+    def work() -> Counts:
+        made = Schedule(pickle.loads(message), specs, rank, case.ranks, tile_bytes(case.ranks))
+        for _ in made.own_pieces():
+            pass
+        sent = most = 0
+        for number in made.rounds:
+            sends = {to: moves for to, moves in made.round(number).sends.items() if to != rank}
+            sent += sum(_nbytes(move, specs) for moves in sends.values() for move in moves)
+            most = max(most, len(sends))
+        return Counts(sent, most)
+
+    return work
+
+
+def _nbytes(move: Move, specs: list[TensorSpec]) -> int:
+    if move.part is None:
+        return move.piece.length
+    return move.part.numel * specs[move.piece.source].dtype.itemsize
+
+
+ROWS: dict[str, Callable[[Case, int], Callable[[], Counts]]] = {
+    "plan of a save": plan_of_a_save,
+}
+
+
+def measured(what: str, case: Case, rank: int) -> ScalingRow:
+    """Measure one row: the time in one child, the memory in another one, since counting it is slow.
+
+    Raises:
+        FastserialError: the child failed.
+    """
+    seconds, counts = _in_child(_time, what, case, rank)
+    peak = _in_child(_peak, what, case, rank)
+    return ScalingRow(what, **asdict(case), rank=rank, cpu_seconds=round(seconds, 4),
+                      peak_bytes=peak, **counts._asdict())  # fmt: skip
+
+
+def _time(what: str, case: Case, rank: int) -> tuple[float, Counts]:
+    work = ROWS[what](case, rank)
+    began = time.process_time()
+    counts = work()
+    return time.process_time() - began, counts
+
+
+def _peak(what: str, case: Case, rank: int) -> int:
+    work = ROWS[what](case, rank)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    work()
+    return tracemalloc.get_traced_memory()[1] - before
+
+
+def _in_child(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a call returns in a process that has no caches yet."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(False)
+    child = context.Process(target=lambda: theirs.send(call(*arguments)))
+    child.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        raise FastserialError("the process of a rank failed") from None
+    finally:
+        child.join()
+
+
+def main() -> int:
+    """Measure what is asked for, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    settings = {"max_bytes": options.max_size, "max_tensors": options.max_tensors}
-    tables = [Table(rows, _COLUMNS, title) for title, rows in curves.items()]
-    return Result("scaling", options.folder, caption, settings, tables, missing)
+    parser.add_argument("--ranks", type=int, default=1024, help="(default: 1024)")
+    parser.add_argument("--tensors", type=int, default=20_000, help="(default: 20000)")
+    parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="WHAT")
+    parser.add_argument("--placement", nargs="+", choices=list(PLACEMENTS), metavar="PLACEMENT",
+                        default=list(PLACEMENTS))  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
+    options = parser.parse_args()
+    if options.ranks < 4 or options.tensors < 1:
+        parser.error("there must be 4 ranks and one tensor at least")
+    torch.set_num_threads(1)
+    found: list[dict[str, Any]] = []
+    try:
+        check_files(options.json)
+        for what in options.only:
+            for placement in options.placement:
+                case = Case(placement, options.ranks, options.tensors)
+                for rank in (0, case.ranks // 2, case.ranks - 1):
+                    show_line(f"{what}, {placement}, rank {rank}")
+                    row = measured(what, case, rank)
+                    found.append(asdict(row))
+                    say(_in_words(row))
+        if options.json is not None:
+            options.json.write_text(json.dumps({"rows": found}, indent=1) + "\n", encoding="utf-8")
+    except (FastserialError, OSError) as error:
+        say(f"error: {error}", err=True)
+        return 2
+    return 0
 
 
-def _point(
-    state: dict[str, torch.Tensor], options: argparse.Namespace, folder: Path, x: int
-) -> Iterator[dict[str, Any]]:
-    """Measure one state dict; its rows have `x`, their place on the curve."""
-    nbytes = sum(tensor.nbytes for tensor in state.values())
-    rows = [stock_row(state, "zip"), fast_row(state, "zip")]
-    if importlib.util.find_spec("safetensors") is not None:
-        rows.append(safetensors_row(state))
-    runs = options.runs * (_QUICK_REPEATS if nbytes < _QUICK else 1)
-    rows = [_of_data(row, nbytes) for row in rows]
-    for row in summarize(rotate(rows, folder, runs, options.pause)):
-        del row["group"]
-        yield {**row, "x": x, "data_bytes": nbytes, "tensors": len(state)}
-
-
-def _of_data(row: Row, nbytes: int) -> Row:
-    """Return the row with the bytes of tensor data, not of the file, in its samples."""
-
-    def run(path: Path) -> Sample:
-        return replace(row.run(path), nbytes=nbytes)
-
-    return replace(row, run=run)
-
-
-def _equal_state(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:
-    """Return a state dict in tensors of one size, 8 bytes at least, each with its own storage."""
-    generator = torch.Generator().manual_seed(0)
-    words = max(1, nbytes // tensors // 8)
-    data = torch.empty((tensors, words), dtype=torch.int64).random_(generator=generator)
-    return {f"layers.{i}.weight": row.clone().view(torch.float32) for i, row in enumerate(data)}
-
-
-def _geometric(first: int, last: int, factor: int) -> list[int]:
-    values = []
-    value = first
-    while value < last:
-        values.append(value)
-        value *= factor
-    return [*values, last]
+def _in_words(row: ScalingRow) -> str:
+    return (
+        f"{row.what}, {row.placement}, {row.ranks} × {row.tensors}, rank {row.rank}: "
+        f"{row.cpu_seconds:.2f} s, {row.peak_bytes / 2**20:.1f} MiB, sends {row.sent_bytes} bytes, "
+        f"{row.messages} messages at once"
+    )
 
 
 if __name__ == "__main__":
-    brief = {"max_size": 4 << 20, "max_tensors": 1000, "total": 8 << 20, "runs": 1}
-    picture = Picture(x="x", log=True, label="GB/s (10⁹ bytes of tensor data per second)")
-    script = Script(__doc__, "half an hour", brief, picture)
-    script.parser.set_defaults(runs=5, pause=0.05)
-    script.add("--max-size", type=size, default=1 << 30, help="the largest; the first is 1 KiB")
-    script.add("--max-tensors", type=int, default=200_000, help="the most tensors")
-    script.add("--total", type=size, default=256 << 20, help="bytes of the many tensors together")
-    script.run(_measure)
+    sys.exit(main())

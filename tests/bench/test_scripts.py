@@ -12,7 +12,7 @@ import torch
 from support import processes
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
-NOT_SCRIPTS = {"all", "common", "models", "peers", "ranks"}
+NOT_SCRIPTS = {"all", "common", "models", "peers", "ranks", "scaling"}
 MATRIX = "--size 2MiB --block-size 1MiB,2MiB --queue-depth 6 --threads 6"
 # What makes it shorter than --short, what it needs beside torch, and some of the rows it must have.
 RUNS: dict[str, tuple[str, tuple[str, ...], set[str]]] = {
@@ -36,7 +36,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...], set[str]]] = {
         ("safetensors",),
         {"fastserial zip, warm", "safetensors + clone, warm", "DCP FileSystemReader, warm"},
     ),
-    "scaling": ("--max-size 2KiB --max-tensors 2 --total 8KiB", (), {"stock zip"}),
+    "sizes": ("--max-size 2KiB --max-tensors 2 --total 8KiB", (), {"stock zip"}),
     "threads": ("--size 4MiB", (), {"stock torch.save in a thread", "fastserial, save_async"}),
     "overlap": (
         "--model tiny --tokens 16 --batch 1 --every 1 --saves 1 --only fastserial stock",
@@ -109,6 +109,20 @@ def test_scripts(name: str, tmp_path: Path) -> None:
             assert 0 < row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"]
         if row["name"] in ("fastserial zip", "fastserial legacy"):
             assert row["identical"] is True
+
+
+def test_what_many_ranks_cost_a_single_one(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    processes.python(SCRIPTS / "scaling.py", "--ranks", 8, "--tensors", 20, "--json", target)
+    rows = json.loads(target.read_text())["rows"]
+    assert {row["rank"] for row in rows} == {0, 4, 7}
+    assert {row["placement"] for row in rows} == {"FSDP2", "HSDP", "FSDP x TP x PP"}
+    for row in rows:
+        assert row["ranks"] == 8
+        assert row["tensors"] == 20
+        assert row["cpu_seconds"] > 0
+        assert row["peak_bytes"] > 0
+        assert min(row["sent_bytes"], row["messages"]) >= 0
 
 
 def test_a_size_is_positive(tmp_path: Path) -> None:
