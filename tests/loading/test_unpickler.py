@@ -178,7 +178,8 @@ LEFT_TO_TORCH = {
 }  # fmt: skip
 
 
-# Older releases set items in any object; in one of 2^36 elements for a minute.
+# Older releases set items in any object; in one of 2^36 elements for a minute. They also read past
+# the end of a record that is smaller than the pickle says, where we call the file damaged.
 SETS_ITEMS_IN_ANYTHING = not hasattr(torchs.Unpickler, "_check_set_item_target")
 
 
