@@ -94,6 +94,11 @@ def test_all_bytes_are_compared_if_asked_for(tmp_path: Path) -> None:
     ranks.run("ranks_disagree", 2, "compared", tmp_path)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_values_that_differ(count: int, tmp_path: Path) -> None:
+    ranks.run("ranks_disagree", count, "values", tmp_path)
+
+
 def test_shards_of_a_class_of_their_own(tmp_path: Path) -> None:
     ranks.run("ranks_disagree", 2, "subclasses", tmp_path)
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from fastserial.errors import ConfigError
 from fastserial.interrupts import ours
 
-# Keys under which a training program keeps how far it has come.
 _SHOWN = 10  # ranks in an error
-_STEPS = ("step", "global_step", "epoch", "iteration")
+# Keys under which a training program keeps how far it has come.
+STEPS = ("step", "global_step", "epoch", "iteration")
 
 
 class RankCall(NamedTuple):
@@ -97,7 +97,7 @@ def _steps_in(state: object, depth: int = 2) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
     if type(state) is not dict or not depth:
         return found
-    found += [(key, state[key]) for key in _STEPS if type(state.get(key)) is int]
+    found += [(key, state[key]) for key in STEPS if type(state.get(key)) is int]
     for key, value in state.items():
         if type(key) is str:
             found += [(f"{key}.{inner}", step) for inner, step in _steps_in(value, depth - 1)]

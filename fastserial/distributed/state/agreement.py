@@ -11,7 +11,7 @@ import hashlib
 import marshal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -24,13 +24,17 @@ from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.sharding.pieces import Mesh, local_of
 from fastserial.distributed.state.merging import leaf_of
 from fastserial.distributed.state.tables import StateTable, difference
-from fastserial.distributed.state.walk import Leaves
+from fastserial.distributed.state.walk import Leaves, PlainValue
 from fastserial.errors import DistributedError
 
 _SHOWN = 5
 _PARTS = (
     "Parts of one tensor: save a DTensor or a FlatShard. What should be the same everywhere: "
     "broadcast it from rank 0 first. A tensor for each rank: give each a key of its own, with "
+    'distributed.save(…, merge="union")'
+)
+_OWN = (
+    "What each rank has of its own: per_rank of Checkpointer, or a key for each rank, with "
     'distributed.save(…, merge="union")'
 )
 _GATHER = (
@@ -45,12 +49,29 @@ class _Details(NamedTuple):
 
     compare: str
     sums: dict[tuple[int, int], int]
-    others: list[tuple[str, list[str]]]
+    others: list[tuple[str, dict[str, PlainValue]]]
     rows: list[tuple[Any, ...]]
+
+
+class _Verdict(NamedTuple):
+    """What rank 0 answers.
+
+    Attributes:
+        error: the first rank that differs, and how; None: a file can hold what there is.
+        differing: keys of small tensors and values of which the file has one rank's.
+        digest: of rank 0, without these.
+    """
+
+    error: tuple[int, str] | None
+    differing: list[str] = []  # noqa: RUF012 (never changed)
+    digest: bytes = b""
 
 
 class Agreement:
     """This rank's side of it.
+
+    What was found to differ, and may, is not compared again in later saves of the group; nor are
+    the digests of a rank that were found to go together with those of rank 0.
 
     Attributes:
         sums: a checksum of each tensor or shard that other ranks have, too, by the tensor's
@@ -67,63 +88,62 @@ class Agreement:
         """
         self._found, self._traffic, self._compare = found, traffic, config.compare
         self._table = table
+        self._known: Any = traffic.kept.setdefault("known to differ", set())
         mine = dict(self._replicas()) if traffic.size > 1 else {}
         sums = checksums(list(mine.values()), config.compare == "all", traffic.alive)
         self.sums = dict(zip(mine, sums, strict=True))
-        keys = marshal.dumps((config.compare, found.others), 2)
-        self.digest = hashlib.sha256(table.digest + keys).digest()
+        own: Any = self._digest()
+        judged: Any = traffic.kept.get("judged")
+        self.digest = judged[1] if judged is not None and judged[0] == own else own
+
+    def _digest(self) -> bytes:
+        """Return the digest of what is compared besides the tensors' elements."""
+        known = self._known
+        others = [
+            (before, [(key, one) for key, one in some.items() if _counts(before + key, one, known)])
+            for before, some in self._found.others
+        ]
+        keys = marshal.dumps((self._compare, others), 2)
+        return hashlib.sha256(self._table.digest + keys).digest()
 
     def _replicas(self) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
         """Yield what this rank has and others should have, too, each with its numbers."""
         table, values = self._table, self._found.values
         for number in table.copies:
-            if (leaf := leaf_of(values[number])) is not None:
+            if (leaf := leaf_of(values[number])) is not None and not self._may_differ(number):
                 yield (number, 0), leaf
         for number, source in enumerate(table.of_leaves):
             held, leaf = table.specs[source].held, leaf_of(values[number])
-            if not isinstance(held, Mesh) or leaf is None:
+            if not isinstance(held, Mesh) or leaf is None or self._may_differ(number):
                 continue
             shard = held.shard_of(self._traffic.rank, self._traffic.size)
             if shard is not None:
                 yield (number, shard), local_of(leaf, self._found.paths[number])
 
+    def _may_differ(self, leaf: int) -> bool:
+        """Return whether the copies of a tensor are known to differ, and a file has one of them."""
+        return self._found.paths[leaf] in self._known and not self._must_be_equal(leaf)
+
     def settle(self) -> None:
-        """Raise, or warn on rank 0, now that something is known to differ. Collective.
+        """Raise, or warn on rank 0, now that something is found to differ. Collective.
 
         Raises:
             DistributedError: the file would lack something, or mix what different ranks have.
         """
         mine = _Details(self._compare, self.sums, self._found.others, self._table.rows)
-        answer = self._traffic.decide(mine, self._judge)
-        if answer:  # all raise it alike, and the connections stay as they are
-            raise DistributedError(*answer)
+        verdict = self._traffic.decide(mine, self._judge)
+        if verdict.error is not None:  # all raise it alike, and the connections stay as they are
+            raise DistributedError(*verdict.error)
+        self._known.update(verdict.differing)
+        self._traffic.kept["judged"] = self._digest(), verdict.digest
 
-    def _judge(self, found: list[_Details]) -> tuple[int, str] | None:
-        """Return the first rank that differs, and how; None if a file can hold what there is."""
+    def _judge(self, found: list[_Details]) -> _Verdict:
+        """Return whether a file can hold what there is. On rank 0."""
         for rank, one in enumerate(found):
-            if (text := difference(found[0].rows, one.rows)) is not None:
-                return rank, text
-        for rank, one in enumerate(found):
-            if one.compare != found[0].compare:
-                text = f'its option compare is "{one.compare}", that of rank 0 "{found[0].compare}"'
-                return rank, text
-        ours = {before + key for before, keys in found[0].others for key in keys}
-        ours.update(self._found.paths)
-        # What is no such dictionary on rank 0 is a value, and values may differ.
-        looked_into = {before for before, _ in found[0].others}
-        for rank, one in enumerate(found):
-            theirs = [
-                before + key for before, keys in one.others if before in looked_into for key in keys
-            ]
-            lacking = [key for key in theirs if key not in ours]
-            if lacking:
-                text = f"it has {_named(lacking)}, which rank 0 does not have; {_GATHER}"
-                return rank, text
+            if (text := self._difference(found[0], one)) is not None:
+                return _Verdict((rank, text))
         mixed_up = differing([one.sums for one in found])
-        # The replicas of a DTensor are divided only where all their bytes were compared.
-        if mixed := [
-            one for one in mixed_up if self._table.copies.get(one[0], self._compare == "all")
-        ]:
+        if mixed := [one for one in mixed_up if self._must_be_equal(one[0])]:
             ranks = mixed_up[mixed[0]]
             first = next(rank for rank, one in enumerate(found) if mixed[0] in one.sums)
             keys = _named(list(dict.fromkeys(self._found.paths[leaf] for leaf, _ in mixed)))
@@ -131,22 +151,78 @@ class Agreement:
                 f"tensors that should be equal differ between rank {first} and "
                 f"{ranks_in_words(ranks)}: {keys}. {_PARTS}"
             )
-            return ranks[0], text
-        self._warn({self._found.paths[leaf]: ranks for (leaf, _), ranks in mixed_up.items()})
+            return _Verdict((ranks[0], text))
+        lost = {self._found.paths[leaf]: ranks for (leaf, _), ranks in mixed_up.items()}
+        _warn(lost, "tensors differ between the lowest rank", _PARTS)
+        values = self._differing_values(found)
+        _warn(values, "values that are not tensors differ between rank 0", _OWN)
+        plain = [key for key in lost if key not in values]
+        self._known.update([*plain, *values])
+        return _Verdict(None, [*plain, *values], self._digest())
+
+    def _must_be_equal(self, leaf: int) -> bool:
+        """Return whether it is an error if the copies of a tensor differ.
+
+        The replicas of a DTensor are divided only where all their bytes were compared.
+        """
+        shared = self._table.copies.get(leaf)
+        if shared is None:
+            return self._compare == "all"
+        return shared or leaf in self._found.of_optimizers
+
+    def _difference(self, first: _Details, other: _Details) -> str | None:
+        """Return in words why a file cannot hold what rank 0 and another rank have, or None."""
+        if (text := difference(first.rows, other.rows)) is not None:
+            return text
+        if other.compare != first.compare:
+            return f'its option compare is "{other.compare}", that of rank 0 "{first.compare}"'
+        ours, theirs = _by_key(first), _by_key(other)
+        # What is no such dictionary on rank 0 is a value, and values may differ.
+        looked_into = {before for before, _ in first.others}
+        lacking = [
+            before + key
+            for before, some in other.others
+            if before in looked_into
+            for key in some
+            if before + key not in ours and before + key not in self._found.paths
+        ]
+        if lacking:
+            return f"it has {_named(lacking)}, which rank 0 does not have; {_GATHER}"
+        for key in ours.keys() & theirs.keys():
+            mine, its = ours[key], theirs[key]
+            if mine != its and mine is not None and its is not None and mine[0] and its[0]:
+                return (
+                    f"its {key!r} is {its[1]}, that of rank 0 {mine[1]}: it must be the same on "
+                    f"all ranks. {_OWN}"
+                )
         return None
 
-    def _warn(self, lost: dict[str, list[int]]) -> None:
-        """Name, once in a job, the small tensors of which the file has one rank's."""
-        known: Any = self._traffic.kept.setdefault("warned", set())
-        new = [key for key in lost if key not in known]
-        known.update(new)
-        if new:
-            ranks = ranks_in_words(sorted({rank for key in new for rank in lost[key]}))
-            text = (
-                f"tensors differ between the lowest rank, whose values the file has, and "
-                f"{ranks}: {_named(new)}. {_PARTS}"
-            )
-            warnings.warn(text, UserWarning, stacklevel=_level_of_caller())
+    def _differing_values(self, found: list[_Details]) -> dict[str, list[int]]:
+        """Return the keys of plain values that are not those of rank 0, with their ranks."""
+        ours = _by_key(found[0])
+        lost: dict[str, list[int]] = {}
+        for rank, one in enumerate(found):
+            for key, value in _by_key(one).items():
+                if value != ours.get(key, value) and key not in self._known:
+                    lost.setdefault(key, []).append(rank)
+        return lost
+
+
+def _counts(key: str, value: PlainValue, known: Set[str]) -> bool:
+    """Return whether a value is compared: it must be equal, or is not known to differ."""
+    return key not in known or (value is not None and value[0])
+
+
+def _by_key(details: _Details) -> dict[str, PlainValue]:
+    return {before + key: value for before, some in details.others for key, value in some.items()}
+
+
+def _warn(lost: dict[str, list[int]], what: str, remedy: str) -> None:
+    """Name keys of which the file has one rank's."""
+    if lost:
+        ranks = ranks_in_words(sorted({rank for some in lost.values() for rank in some}))
+        text = f"{what}, whose the file has, and {ranks}: {_named(list(lost))}. {remedy}"
+        warnings.warn(text, UserWarning, stacklevel=_level_of_caller())
 
 
 def _level_of_caller() -> int:

@@ -229,14 +229,15 @@ class _Union:
 
     def _entry(self, path: str, key: Any, values: dict[int, Any]) -> Any:
         """Return the union of an entry of dictionaries, which some may lack."""
-        if key == "param_groups" and all(map(_is_of_an_optimizer, values.values())):
+        if key == "param_groups" and all(map(is_of_an_optimizer, values.values())):
             return _groups([value["param_groups"] for value in values.values()])
         found = {rank: value[key] for rank, value in values.items() if key in value}
         return self.of(f"{path}.{key}" if path else str(key), found)
 
 
-def _is_of_an_optimizer(state: Mapping[Any, Any]) -> bool:
-    if state.keys() != _OF_AN_OPTIMIZER or not isinstance(state["param_groups"], list):
+def is_of_an_optimizer(state: Mapping[Any, Any]) -> bool:
+    """Return whether a dictionary is what an optimizer's `state_dict` returns."""
+    if not state.keys() >= _OF_AN_OPTIMIZER or not isinstance(state["param_groups"], list):
         return False
     return all(isinstance(group, dict) and "params" in group for group in state["param_groups"])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import marshal
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,11 +12,13 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from fastserial.distributed.ranks.call import STEPS
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import as_dtensor
-from fastserial.distributed.state.merging import LeafSpec
+from fastserial.distributed.state.merging import LeafSpec, is_of_an_optimizer
 from fastserial.distributed.state.states import module_of, state_of_module, state_of_optimizer
 from fastserial.errors import ConfigError
+from fastserial.interrupts import ours
 from fastserial.memory.storages import is_plain
 from fastserial.nests import (
     PLAIN_VALUES,
@@ -33,6 +37,8 @@ from fastserial.nests import (
 _NAMING = (dict, OrderedDict)
 _NAMES = {str, int}
 _MOST_NAMES = 4096
+_SEQUENCES = frozenset({list, tuple})
+_SHOWN = 60  # characters of a value in an error
 _LEAF_TYPES = (torch.Tensor, FlatShard, LeafSpec)
 leaf_types.update(_LEAF_TYPES)
 
@@ -52,20 +58,27 @@ def is_sharded(leaf: object) -> bool:
     return isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None
 
 
+# A value as ranks compare it: whether it must be the same on all of them; then as text, else its
+# digest. None: it is not a number, a text or the like, nor a list of those.
+PlainValue = tuple[bool, str] | None
+
+
 @dataclass(slots=True)
 class Leaves:
     """What is in a nest.
 
     Attributes:
         paths, values: its tensors, each with its key path such as `model.layers[0].weight`.
+        of_optimizers: numbers of the tensors that are in the state of an optimizer.
         others: the dictionaries whose keys name things: how the paths of their entries begin, and
-            the keys of those that are no tensors.
+            those that are not tensors: their keys, each with its `PlainValue`.
         live: its modules and optimizers, each once.
     """
 
     paths: list[str] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
-    others: list[tuple[str, list[str]]] = field(default_factory=list)
+    of_optimizers: set[int] = field(default_factory=set)
+    others: list[tuple[str, dict[str, PlainValue]]] = field(default_factory=list)
     live: list[Any] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -83,11 +96,14 @@ def leaves(obj: object) -> Leaves:
     if is_leaf(obj):
         return Leaves(["the object"], [obj])
     found = Leaves()
-    around: dict[Path, tuple[str, str]] = {}  # what the keys of containers are between in names
+    # What the keys of containers are between in names; which part of an optimizer's state it is.
+    around: dict[Path, tuple[str, str, str]] = {}
     seen: set[int] = set()
     for path, value in walk(obj, once=True, objects=True):
-        before, after = around[path[:-1]] if path else ("", "")
+        before, after, part = around[path[:-1]] if path else ("", "", "")
         if is_leaf(value):
+            if part:
+                found.of_optimizers.add(len(found.paths))
             found.paths.append(f"{before}{path[-1]}{after}")
             found.values.append(value)
             continue
@@ -101,13 +117,42 @@ def leaves(obj: object) -> Leaves:
         if not is_container(value):
             continue
         name = f"{before}{path[-1]}{after}" if path else ""
-        around[path] = f"{name}[", "]"
+        if part == "optimizer" and path[-1] == "param_groups":
+            part = "groups"
+        elif not part and isinstance(value, Mapping) and is_of_an_optimizer(value):
+            part = "optimizer"
+        around[path] = f"{name}[", "]", part
         if isinstance(value, Mapping):
-            around[path] = f"{name}." if name else "", ""
+            start = f"{name}." if name else ""
+            around[path] = start, "", part
             if type(value) in _NAMING and _names_things(value):
-                keys = [f"{key}" for key, item in value.items() if not is_leaf(item)]
-                found.others.append((around[path][0], keys))
+                items = ((key, item) for key, item in value.items() if not is_leaf(item))
+                others = {f"{key}": _compared(key, item, part == "groups") for key, item in items}
+                found.others.append((start, others))
     return found
+
+
+def _compared(key: object, value: Any, is_setting: bool) -> PlainValue:
+    """Return an entry as ranks compare it.
+
+    Args:
+        is_setting: it is of a group of an optimizer's parameters.
+    """
+    kind: type = type(value)
+    if kind in _SEQUENCES:
+        if not {type(item) for item in value} <= PLAIN_VALUES | _SEQUENCES:
+            return None
+    elif kind not in PLAIN_VALUES:
+        return None
+    try:
+        text = marshal.dumps(value, 2)
+    except ours(ValueError):  # lists in it hold something else
+        return None
+    digest = hashlib.sha256(text).hexdigest()
+    if not is_setting and not (kind is int and key in STEPS):
+        return False, digest
+    shown = repr(value)
+    return True, shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}… ({digest[:8]})"
 
 
 def _names_things(mapping: Mapping[Any, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from fastserial import distributed
 from fastserial.distributed.plan.division import FilePlan
 from fastserial.distributed.ranks import group
 from fastserial.distributed.ranks.group import Traffic
+from fastserial.distributed.state import walk
+from fastserial.distributed.state.agreement import Agreement
 from fastserial.errors import DistributedError, LoadMismatchError, MismatchedCallError
 
 MIB = 1024 * 1024
@@ -59,6 +62,7 @@ def calls(folder: str, seed: str, count: str, control: str = "") -> None:
     """
     if control:
         Traffic.meet = lambda traffic: None  # type: ignore[method-assign]
+        walk.STEPS = ()  # type: ignore[assignment]
     chance, me, size = random.Random(int(seed)), dist.get_rank(), dist.get_world_size()
     deviations, worked, mixed = [-10], 0, 0
     for step in range(int(count)):
@@ -224,6 +228,73 @@ def compared(folder: str) -> None:
             distributed.save({kind: whole}, path, timeout=TIMEOUT)
 
 
+# -- values ----------------------------------------------------------------------------------------
+
+
+def optimizer(**changed: Any) -> dict[str, Any]:
+    """Return the state of an optimizer, on rank 1 with something changed."""
+    mine = changed if dist.get_rank() == 1 else {}
+    state = {"step": 7, "absmax": mine.get("absmax", torch.zeros(3)), "qmap": mine.get("qmap")}
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "params": ["w"], **mine.get("group", {})}
+    return {"state": {"w": {**state, **mine.get("state", {})}}, "param_groups": [group]}
+
+
+DIFFERENT: dict[str, tuple[str, Any]] = {
+    "a setting": (r"param_groups\[0\]\.lr' is 0\.2, that of rank 0 0\.1", {"group": {"lr": 0.2}}),
+    "betas": (r"param_groups\[0\]\.betas' is \(0\.9, 1\)", {"group": {"betas": (0.9, 1)}}),
+    "names": (r"param_groups\[0\]\.params' is \['v'\]", {"group": {"params": ["v"]}}),
+    "a step": (r"state\.w\.step' is 8", {"state": {"step": 8}}),
+    "a small tensor": (r"differ.*'opt\.state\.w\.absmax'", {"absmax": torch.ones(3)}),
+}
+
+
+def values(folder: str) -> None:
+    """What must be equal is an error; of the rest the file has rank 0's, and a warning names it."""
+    me, path = dist.get_rank(), Path(folder, "x.pt")
+    for name, (words, changed) in DIFFERENT.items():
+        for call in (distributed.save, distributed.save_async):
+            state = {"opt": optimizer(**changed), "name": name}
+            with pytest.raises(DistributedError, match=words):
+                call(state, path, timeout=TIMEOUT)
+    with pytest.raises(DistributedError, match=r"'deep\.er\.than\.epoch' is 1, that of rank 0 0"):
+        state = {"deep": {"er": {"than": {"epoch": me}}}}
+        distributed.save(state, path, timeout=TIMEOUT)
+    dist.barrier()
+    assert not path.exists()
+    asked: list[int] = []
+    settle = Agreement.settle
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Agreement, "settle", lambda one: (asked.append(1), settle(one)))
+        for number in range(3):
+            own = {"history": [0.5, me], "host": f"host{me}", "small": torch.tensor([me, number])}
+            rank_0 = {"only": 3} if me == 0 else {}
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                state = {"opt": optimizer(qmap=5 + me), "same": 3, **own, **rank_0}
+                distributed.save(state, path, timeout=TIMEOUT)
+            texts = [str(one.message) for one in found]
+            assert len(texts) == (2 if number == me == 0 else 0), texts
+            if texts:
+                assert "'small'" in texts[0]
+                assert "'history', 'host', 'opt.state.w.qmap'" in texts[1]
+                assert "per_rank" in texts[1]
+                assert "union" in texts[1]
+            dist.barrier()
+            loaded = torch.load(path)
+            assert (loaded["host"], loaded["history"], loaded["only"]) == ("host0", [0.5, 0], 3)
+            assert loaded["small"].tolist() == [0, number]
+            dist.barrier()
+    # what is known to differ is not looked at again: no rank sends the details
+    assert len(asked) == 1, asked
+    with pytest.raises(DistributedError, match="absmax"):
+        state = {"opt": optimizer(absmax=torch.ones(3), qmap=5), "same": 3, "host": f"host{me}"}
+        distributed.save(state, path, timeout=TIMEOUT)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        distributed.save({"host": f"host{me}", "new": me}, path, timeout=TIMEOUT)
+    assert [str(one.message).count("'new'") for one in found] == ([1] if me == 0 else [])
+
+
 # -- subclasses ------------------------------------------------------------------------------------
 
 
@@ -291,5 +362,5 @@ def subclasses(folder: str) -> None:
             assert torch.equal(local.high, torch.full((4, 8), -7.0 - me))
 
 
-SCENES = (calls, steps, waits, tensors, compared, subclasses)
+SCENES = (calls, steps, waits, tensors, compared, values, subclasses)
 ranks.main({scene.__name__: scene for scene in SCENES})
