@@ -32,6 +32,8 @@ from fastserial.distributed import (
     FastStorageReader,
     FastStorageWriter,
 )
+from fastserial.overlap import staging as staging_module
+from fastserial.overlap.staging import staging
 from fastserial.saving.archive import has_alignment
 
 pytestmark = [
@@ -312,6 +314,42 @@ def test_a_snapshot_copies_what_deepcopy_does_not(tmp_path: Path) -> None:
     assert isinstance(held, torch.nn.Parameter)
     assert held.requires_grad
     assert held.tolist() == [1, 1, 1]
+
+
+def parts_of(state: Any) -> dict[str, Any]:
+    whole = torch.arange(24.0).reshape(4, 6)
+    return {
+        "rows": whole, "column": whole[:, 1], "turned": whole.t(), "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(3), "half": whole.half(), "conj": torch.ones(3) * 1j, "text": "x",
+        "large": torch.arange(500_000), "bits": torch.tensor([True, False]), **state,
+    }  # fmt: skip
+
+
+def test_a_snapshot_is_in_the_memory_of_background_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is used again when the copies are gone; what finds no room is copied by torch."""
+    writer, state = FastStorageWriter(tmp_path), parts_of({"flipped": torch.ones(3).mul(1j).conj()})
+    used = staging.in_use
+    for _ in range(3):
+        found = writer.stage(state)
+        assert_same(found, state)
+        for key in ("rows", "turned", "scalar", "large"):
+            assert found[key].stride() == state[key].stride()
+            assert found[key].data_ptr() != state[key].data_ptr()
+        assert staging.in_use - used >= 4_000_000
+        large = found.pop("large")
+        del found
+        assert staging.in_use > used
+        assert torch.equal(large, state["large"])
+        held = staging.held
+        del large
+        assert staging.in_use == used
+        assert staging.held == held
+    monkeypatch.setattr(staging_module, "available_bytes", lambda: 1000)
+    found = writer.stage(state)
+    assert staging.in_use == used
+    assert_same(found, state)
 
 
 # -- planners --------------------------------------------------------------------------------------

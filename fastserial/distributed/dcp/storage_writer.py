@@ -6,16 +6,14 @@ stays whole until the new one is: `.metadata` is replaced at the end, by one ren
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -34,41 +32,13 @@ from fastserial.config.performance import SCATTERED_CHUNK
 from fastserial.distributed.dcp.folder import METADATA, ShardFolder, encoded, metadata_name
 from fastserial.distributed.dcp.planners import FastSavePlanner
 from fastserial.distributed.dcp.shard_layout import ShardLayout
+from fastserial.distributed.dcp.staging import staged
 from fastserial.errors import write_error
 from fastserial.files.durable import make_folder, replace_bytes
 from fastserial.files.paths import absolute
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import synchronize
 from fastserial.saving.writer import FastFileWriter
-
-
-def snapshot(state: Any) -> Any:
-    """Return a copy of a nest of containers; tensors that occur twice are copied once."""
-    with torch.no_grad():
-        return _copy(state, {})
-
-
-# Tensors and their copies, by `id`. The tensors are kept: another one could get the `id` else.
-_Copies = dict[int, tuple[torch.Tensor, torch.Tensor]]
-
-
-def _copy(value: Any, copies: _Copies) -> Any:
-    if isinstance(value, ShardedTensor):
-        return copy.deepcopy(value) if value.device.type == "cpu" else value.to(device="cpu")
-    if isinstance(value, torch.Tensor):
-        found = copies.get(id(value))
-        if found is None:
-            found = copies[id(value)] = value, value.detach().to("cpu", copy=True)
-        return found[1]
-    if isinstance(value, Mapping):
-        return {key: _copy(item, copies) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_copy(item, copies) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    if value is None or isinstance(value, int | float | str | bytes):
-        return value
-    return copy.deepcopy(value)
-
 
 _RESOLVING = ("finish_plan", "resolve_data", "lookup_object", "transform_object")
 _VERSION = "1.0.0"  # of the layout of `.metadata`, as stock counts it
@@ -214,7 +184,7 @@ class FastStorageWriter(StorageWriter, AsyncStager):
     def stage(self, state_dict: Any) -> Any:
         """Return a copy of a state on the host, which later steps do not change."""
         self._folder, self._is_staged = absolute(self.path), True
-        return snapshot(state_dict)
+        return staged(state_dict)
 
     def synchronize_staging(self) -> None:
         """Do nothing."""
