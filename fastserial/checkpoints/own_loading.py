@@ -7,7 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import Module
@@ -46,11 +46,60 @@ def _loading_code(module: Module) -> Iterator[Callable[..., Any]]:
 
 
 def _conversion(function: Any) -> Conversion:
+    return Conversion.TORCHS if is_torchs(function) else Conversion.USERS
+
+
+def is_torchs(function: Any) -> bool:
+    """Return whether a method or a hook is torch's own code."""
     function = getattr(function, "hook", function)  # torch wraps hooks that get the module
     while isinstance(function, partial):
         function = function.func
-    home = getattr(function, "__module__", None) or type(function).__module__
-    return Conversion.TORCHS if home.partition(".")[0] == "torch" else Conversion.USERS
+    home: str = getattr(function, "__module__", None) or type(function).__module__
+    return home.partition(".")[0] == "torch"
+
+
+def load_state(module: Module, state: Mapping[str, Any], strict: bool) -> tuple[Any, Any]:
+    """Call a module's `load_state_dict`; return the keys that are missing, and those not used.
+
+    Args:
+        strict: as `Module.load_state_dict`.
+
+    Raises:
+        LoadMismatchError: torch's `load_state_dict` refuses the entries; some may be loaded.
+        Exception: of the user's own code.
+    """
+    more = {} if strict else {"strict": False}  # the user's own method may not take it
+    try:
+        found: Any = module.load_state_dict(state, **more)
+    except ours(RuntimeError) as error:
+        if type(error) is not RuntimeError or not is_torchs(module.load_state_dict):
+            raise
+        raise LoadMismatchError(
+            f"the checkpoint does not fit this {type(module).__name__}: {error}"
+        ) from error
+    # None: the user's own method
+    return ([], []) if found is None else (found.missing_keys, found.unexpected_keys)
+
+
+def with_versions(module: Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state for a module with the versions of its parts, if a file has none.
+
+    A file of several ranks has none, as torch's `get_model_state_dict` drops them. If its keys are
+    those of the module, it is of the module's own versions, as in torch.distributed.checkpoint.
+    """
+    if _versions_of(state) is not None:
+        return state
+    own = module.state_dict()
+    versions = _versions_of(own)
+    if versions is None or state.keys() != own.keys():
+        return state
+    given: Any = OrderedDict(state)
+    given._metadata = versions
+    return cast("Mapping[str, Any]", given)
+
+
+def _versions_of(state: Any) -> Any:
+    return getattr(state, "__dict__", {}).get("_metadata")  # runs no `__getattr__`
 
 
 def load_by_module(
@@ -88,20 +137,8 @@ def load_by_module(
         own = {name: getattr(config, name) for name in Config.__slots__ if name != "safetensors"}
         with options(**own):
             value = load(path, map_location="cpu", weights_only=True)
-    state = _part(value, key)
-    more = {} if strict else {"strict": False}  # the user's own method may not take it
-    try:
-        found = module.load_state_dict(state, **more)
-    except ours(RuntimeError) as error:
-        if type(error) is not RuntimeError:  # the user's own
-            raise
-        raise LoadMismatchError(
-            f"the checkpoint does not fit this {type(module).__name__}, whose own "
-            f"load_state_dict() was asked: {error}"
-        ) from error
-    if found is None:  # the user's own method
-        return [], []
-    return list(found.missing_keys), list(found.unexpected_keys)
+    missing, unexpected = load_state(module, _part(value, key), strict)
+    return list(missing), list(unexpected)
 
 
 def _part(value: Any, key: str) -> dict[str, Any]:
@@ -123,7 +160,7 @@ def _part(value: Any, key: str) -> dict[str, Any]:
     state: OrderedDict[str, Any] = OrderedDict(
         (name[len(rest) :], item) for name, item in value.items() if str(name).startswith(rest)
     )
-    versions = getattr(value, "__dict__", {}).get("_metadata")
+    versions = _versions_of(value)
     if versions is not None:
         inside = {
             f"{name}."[len(rest) :]: one

@@ -20,12 +20,12 @@ import torch
 from fastserial.checksums import check_crc, crc32
 from fastserial.config import options
 from fastserial.distributed.onefile.background import start_save
-from fastserial.distributed.onefile.calls import load
+from fastserial.distributed.onefile.loader import LoadTask, load_file
 from fastserial.distributed.ranks.call import RankCall
 from fastserial.distributed.ranks.group import Traffic, collective
 from fastserial.distributed.sharding.file_index import index_of_file
 from fastserial.distributed.sharding.flat_shard import FlatShard
-from fastserial.distributed.state.states import state_of_module
+from fastserial.distributed.state.states import has_own_form, state_of_module
 from fastserial.distributed.state.walk import is_live, is_sharded, leaves
 from fastserial.errors import (
     CheckpointFileError,
@@ -50,6 +50,7 @@ from fastserial.training.objects import (
     plain,
     renamed_name,
     state_of,
+    states,
 )
 from fastserial.training.rank_values import row_of
 from fastserial.training.single_process import SaveJob, SingleProcess
@@ -111,7 +112,7 @@ class ManyRanks(SingleProcess):
     def _state_of(value: Any) -> Any:
         """Return the state of an object; modules and optimizers themselves, which have shards."""
         inner = plain(value)
-        return inner if is_live(inner) else state_of(value)
+        return inner if _is_live(inner) else state_of(value)
 
     def _own_entry(self, job: SaveJob, data: bytes, ranks: Any) -> dict[str, Any]:
         """Return rank 0's entry of the Checkpointer; each rank adds the row with its values."""
@@ -174,7 +175,8 @@ class ManyRanks(SingleProcess):
             raise refusal
         with options(verify_on_load=True):
             strict = not wanted.is_partial
-            load(path, into, strict=strict, cast=True, group=self._group, timeout=self._timeout)
+            beside = states(wanted.state, plain)
+            load_file(path, into, self._group, True, strict, True, self._timeout, LoadTask, beside)
         if not rename:
             return into, found
         filled: dict[str, Any] = {OWN: into[OWN]}
@@ -182,7 +184,7 @@ class ManyRanks(SingleProcess):
             new = renamed_name(name, rename).entry
             if new in objects and name.entry in into:
                 value = plain(objects[new])
-                filled[new] = value if is_live(value) else into[name.entry]
+                filled[new] = value if _is_live(value) else into[name.entry]
         return filled, found
 
     def _look(self, path: str, wanted: ResumeRequest) -> tuple[Exception | None, list[StateName]]:
@@ -272,11 +274,18 @@ def holds_shards(objects: Mapping[str, Any]) -> bool:
     return False
 
 
+def _is_live(value: Any) -> bool:
+    """Return whether a value is a module, or an optimizer of parameters that have names."""
+    if isinstance(value, torch.optim.Optimizer):
+        return not has_own_form(value)
+    return is_live(value)
+
+
 def _filled(value: Any) -> Any:
     """Return what is filled in place; None for what the file replaces."""
     if is_object(value):
         inner = plain(value)
-        return inner if is_live(inner) else None
+        return inner if _is_live(inner) else None
     if holds_objects(value):
         return rebuilt(value, _filled)
     held = leaves(value).values

@@ -19,6 +19,7 @@ import torch
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from fastserial.checkpoints.own_loading import is_torchs, load_state, with_versions
 from fastserial.errors import ConfigError, LoadMismatchError
 from fastserial.interrupts import ours
 from fastserial.nests import (
@@ -58,9 +59,12 @@ def state_to_module(module: Module, state: Mapping[str, Any], strict: bool = Tru
 
     Args:
         strict: as `Module.load_state_dict`.
+
+    Raises:
+        LoadMismatchError: torch refuses it.
+        Exception: of the user's own code.
     """
-    more = {} if strict else {"strict": False}  # the user's own method may not take it
-    module.load_state_dict(_renamed(state, _wrappers(module), _inwards), **more)
+    load_state(module, with_versions(module, _renamed(state, _wrappers(module), _inwards)), strict)
 
 
 def _inner(value: Any) -> str | None:
@@ -350,8 +354,7 @@ def _objection(target: torch.Tensor, state: Any, same_dtype: bool) -> str | None
 
 def _load(target: Any, state: Any, where: str, strict: bool) -> None:
     """Load an object's state; errors of torch's own code get the file and the entry."""
-    method: Any = type(target).load_state_dict
-    torchs = str(getattr(method, "__module__", "")).partition(".")[0] == "torch"
+    torchs = is_torchs(target.load_state_dict)
     if torchs and not isinstance(state, Mapping):
         raise LoadMismatchError(
             f"{where} is of the type {type(state).__name__} in the file, not a state_dict. {_MIXED}"
@@ -362,7 +365,8 @@ def _load(target: Any, state: Any, where: str, strict: bool) -> None:
         else:
             target.load_state_dict(state)
     except ours(RuntimeError, ValueError) as error:
-        if not torchs or type(error) not in (RuntimeError, ValueError):
+        kinds = (LoadMismatchError,) if isinstance(target, Module) else (RuntimeError, ValueError)
+        if not torchs or type(error) not in kinds:
             raise
         text = str(error).rstrip(" .")
         raise LoadMismatchError(f"{where} does not fit: {text}. {_MIXED}") from error

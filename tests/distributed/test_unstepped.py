@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from support import ranks
+from support.own_loading import Lookahead
 from support.unstepped import OPTIMIZERS, Run
 
+import fastserial
 from fastserial import distributed
 
 
@@ -55,3 +57,10 @@ def test_ranks(tmp_path: Path, kind: str) -> None:
         pytest.skip("torch 2.6 has no FSDP2 on CPUs")
     names = ("adam foreach", "sgd") if kind == "ddp" else ("adam fused", "rows")
     ranks.run("ranks_train", 2, "unstepped", tmp_path, kind, *names)
+
+
+def test_a_state_without_names_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    state = {"model": model, "optimizer": Lookahead(model.parameters())}
+    with pytest.raises(fastserial.ConfigError, match=r"Lookahead.* has a form of its own"):
+        distributed.save(state, tmp_path / "state.pt")

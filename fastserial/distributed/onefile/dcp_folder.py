@@ -85,7 +85,7 @@ class _RankRead(NamedTuple):
 class FolderLoadTask(LoadTask):
     """One load of a folder on one rank."""
 
-    def compare(self, into: Any, cast: bool) -> str:
+    def compare(self, into: Any, cast: bool, beside: object = None) -> str:
         """See `LoadTask.compare`."""
         traffic, verify = self._traffic, self._config.verify_on_load
         with paused_collection():
@@ -100,7 +100,7 @@ class FolderLoadTask(LoadTask):
             _number_keys(found.value, into)
             leaves = file_leaves(found.value)
             self._match = match = Match(traffic.rank, traffic.ranks, cast, strict=self._strict)
-            match.compare(into, found.value)
+            match.compare(into, found.value, beside)
             rest = set(unused(leaves, match.used))
             call = self._broadcast, self._strict, verify
             mine = Compared(match.missing, match.problems, rest, b"", call)

@@ -55,10 +55,13 @@ def load_file(
     cast: bool,
     timeout: float,
     folder_task: Callable[..., LoadTask],
+    beside: object = None,
 ) -> LoadReport:
     """Fill what the ranks hold; see `fastserial.distributed.load`. Collective.
 
     Args:
+        beside: a nest with the modules that name the parameters of optimizers, if `into` may lack
+            them.
         folder_task: makes the task for a folder of torch.distributed.checkpoint.
     """
     began = perf_counter()
@@ -78,7 +81,7 @@ def load_file(
                 is_folder = traffic.decide(None, lambda _: is_dcp_folder(name))
                 make = folder_task if is_folder else LoadTask
                 task = make(traffic, name, config, broadcast, strict, began)
-                refusal = task.compare(into, cast)
+                refusal = task.compare(into, cast, beside)
                 if not refusal:
                     result = task.fill()
             if refusal or result is None:
@@ -165,7 +168,7 @@ class LoadTask:
         """Close the files. Idempotent."""
         finish(*(reader.close for reader in self._readers.values()))
 
-    def compare(self, into: Any, cast: bool) -> str:
+    def compare(self, into: Any, cast: bool, beside: object = None) -> str:
         """Compare what is wanted with what there is, on all ranks.
 
         Returns:
@@ -180,7 +183,7 @@ class LoadTask:
                 grids |= grids_of([one for one in leaves if self._is_in(name, one[1])])
             tied = self._container == "safetensors"  # a file has the first of tied tensors only
             self._match = match = Match(traffic.rank, traffic.ranks, cast, tied, self._strict)
-            match.compare(into, value)
+            match.compare(into, value, beside)
             self._targets, self._odd = targets_of(match.jobs, grids)
             wanted = wanted_of(self._targets)
             found = Compared(

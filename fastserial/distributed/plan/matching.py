@@ -58,8 +58,11 @@ class Match:
     _meshes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _tensors: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def compare(self, into: Any, there: Any) -> None:
+    def compare(self, into: Any, there: Any, beside: object = None) -> None:
         """Compare all of what is to be filled with all that the file holds.
+
+        Args:
+            beside: a nest with the modules that name the parameters of optimizers; None: `into`.
 
         Raises:
             TypeError: it is nothing that could be filled.
@@ -69,8 +72,10 @@ class Match:
                 "load fills tensors, modules, optimizers, or dictionaries and lists of them, "
                 f"not a {type(into).__name__}"
             )
-        self.nest = into
-        self.modules = [one for one in leaves(into).live if isinstance(one, torch.nn.Module)]
+        leaves(into)  # refuses what has a state of its own
+        self.nest = into if beside is None else beside
+        found = (one for _, one in walk(self.nest, once=True, objects=True))
+        self.modules = [one for one in found if isinstance(one, torch.nn.Module)]
         if self._compare(into, there, ()) is not into:
             self.problems.append(f"{path_name(())}: a value in a tuple cannot be replaced")
         if self.tied:
@@ -154,14 +159,16 @@ class Match:
         for name in {**live.parameters, **live.entries}:
             key = names.get(name, name)
             where = (*path, "state", key)
-            if key not in there["state"]:
+            if not (state := there["state"].get(key)):
                 had = live.entries.pop(name, None) is not None
+                if state is not None:  # an optimizer that asks for its state makes an empty one
+                    self.used.add(where)
+                    live.entries[name] = {}
                 if name not in names and (had or there["state"]):
                     self.missing.append(path_name(where))
                 continue
             if name not in names:
                 self.missing.append(f"{path_name((*path, 'param_groups'))} (settings of {name})")
-            state = there["state"][key]
             if name in live.entries or (not _fits(live.parameters[name], state) and live.make()):
                 self._compare(live.entries[name], state, where)
             else:

@@ -11,7 +11,7 @@ with zeros, and training would not be what it is without a checkpoint. It is lef
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from itertools import chain
 from typing import Any
 
@@ -20,11 +20,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from fastserial.checkpoints.own_loading import Conversion, conversion_of
+from fastserial.checkpoints.own_loading import Conversion, conversion_of, is_torchs, load_state
 from fastserial.distributed.sharding.pieces import as_dtensor
 from fastserial.errors import ConfigError, LoadMismatchError
 from fastserial.interrupts import ours
 from fastserial.nests import walk
+
+_ENTRIES = {"state", "param_groups"}  # of an optimizer's state dict
 
 
 class _UnsteppedOptimizer:
@@ -65,8 +67,15 @@ def state_of_optimizer(module: nn.Module, optimizer: Optimizer) -> dict[str, Any
     """Return an optimizer's state by the canonical names of its parameters, and change nothing.
 
     Raises:
-        ConfigError: its ranks keep their parts of the state to themselves.
+        ConfigError: its ranks keep their parts of the state to themselves, or its `state_dict` has
+            a form of its own.
     """
+    if not _entries_of(optimizer) >= _ENTRIES:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.state_dict() has a form of its own, without names of "
+            "parameters: give its state_dict(), and call its load_state_dict() with what was "
+            "loaded. Checkpointer does so, unless parameters are sharded"
+        )
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise ConfigError(
             "a ZeroRedundancyOptimizer does not say what each rank has of its state: shard with "
@@ -77,6 +86,24 @@ def state_of_optimizer(module: nn.Module, optimizer: Optimizer) -> dict[str, Any
 
     asked: Any = [optimizer if optimizer.state else _UnsteppedOptimizer(optimizer)]
     return get_optimizer_state_dict(module, asked)
+
+
+def has_own_form(optimizer: Optimizer) -> bool:
+    """Return whether only an optimizer's own methods know its state (Lookahead).
+
+    Shards of a state need names: of an optimizer with sharded parameters, entries that torch's
+    optimizers do not have are left out, as by `get_optimizer_state_dict`.
+    """
+    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    sharded = any(as_dtensor(one) is not None for one in parameters)
+    return not sharded and _entries_of(optimizer) != _ENTRIES
+
+
+def _entries_of(optimizer: Optimizer) -> Set[str]:
+    """Return the keys of an optimizer's state dict."""
+    if is_torchs(type(optimizer).state_dict):
+        return _ENTRIES
+    return set(optimizer.state_dict())
 
 
 def module_of(optimizer: Optimizer, modules: list[nn.Module], nest: object) -> nn.Module:
@@ -121,7 +148,7 @@ class LiveState:
 
     Attributes:
         entries: of a module, what its state dict holds; of an optimizer, the state of its
-            parameters by their names.
+            parameters by their names, without empty ones (a `defaultdict` that was asked).
         parameters: of an optimizer, by their names.
         converts: of a module: entries of older files may be converted while they are loaded.
     """
@@ -145,7 +172,7 @@ class LiveState:
             self._module = module_of(value, modules, nest)
             self._optimizer = value
             state = state_of_optimizer(self._module, value)
-            self.entries = state["state"]
+            self.entries = {name: entry for name, entry in state["state"].items() if entry}
             self._groups = state["param_groups"]
             names = chain.from_iterable(group["params"] for group in self._groups)
             own = chain.from_iterable(group["params"] for group in value.param_groups)
@@ -155,13 +182,14 @@ class LiveState:
         state = state_of_module(value)
         self.entries = dict(state)
         self._versions: Any = getattr(state, "_metadata", None)
-        self.converts = conversion_of(value) is not Conversion.NONE
+        conversion = conversion_of(value)
+        self.converts = conversion is not Conversion.NONE
         known = {_memory(tensor) for tensor in _own_tensors(value)}
         self._loose = any(
             not isinstance(entry, torch.Tensor) or is_lazy(entry) or _memory(entry) not in known
             for entry in self.entries.values()
         )
-        self._loose |= _loads_by_itself(value)
+        self._loose |= conversion is Conversion.USERS
 
     @property
     def is_optimizer(self) -> bool:
@@ -196,10 +224,11 @@ class LiveState:
         The optimizer itself gets it in `give_back`.
         """
         optimizer = self._optimizer
-        if optimizer is None or optimizer.state:
+        if optimizer is None or any(self.entries.values()):
             return False
         if any(parameter.grad is not None for parameter in self.parameters.values()):
             return False
+        optimizer.state.clear()  # of empty entries
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         made: Any = get_optimizer_state_dict(self._module, optimizer)["state"]
@@ -222,9 +251,9 @@ class LiveState:
 
     def replace(self, entries: dict[str, Any]) -> None:
         """Let the module's own `load_state_dict` get other entries than the module's memory."""
-        self.entries, self._loose = entries, True
-        if not self._has_versions:
+        if not self._has_versions and entries.keys() != self.entries.keys():
             self._versions = None
+        self.entries, self._loose = entries, True
 
     def give_back(self, strict: bool = True) -> None:
         """Load what is not the module's or the optimizer's own memory.
@@ -243,10 +272,10 @@ class LiveState:
             state: Any = {"state": entries, "param_groups": self._groups}
             asked: Any = [_UnsteppedOptimizer(optimizer)]
             set_optimizer_state_dict(self._module, asked, state)
-            for parameter in [one for one, found in optimizer.state.items() if not found]:
-                del optimizer.state[parameter]  # torch wants an entry for each
-        elif not _is_torchs(type(self._module).load_state_dict):
-            self._module.load_state_dict(self._with_versions())
+            for name in self.parameters.keys() - self.entries.keys():
+                del optimizer.state[self.parameters[name]]  # torch wants an entry for each
+        elif not is_torchs(self._module.load_state_dict):
+            load_state(self._module, self._with_versions(), strict)
         elif self._loose:
             options = StateDictOptions(strict=strict)
             try:
@@ -255,8 +284,7 @@ class LiveState:
                 if type(error) is not RuntimeError:  # the user's own
                     raise
                 raise LoadMismatchError(
-                    f"the checkpoint does not fit this {type(self._module).__name__}, whose own "
-                    f"load_state_dict() was asked: {error}"
+                    f"the checkpoint does not fit this {type(self._module).__name__}: {error}"
                 ) from error
 
     def _with_versions(self) -> dict[str, Any]:
@@ -306,24 +334,6 @@ def _found_group(own: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str,
                     f"(that of {min(names)} is {value}): give them groups of their own"
                 )
     return own if found is None else {**found, "params": own["params"]}
-
-
-def _loads_by_itself(module: nn.Module) -> bool:
-    """Return whether code that is not torch's takes part in `load_state_dict`."""
-    for one in module.modules():
-        hooks = (
-            *one._load_state_dict_pre_hooks.values(),
-            *one._load_state_dict_post_hooks.values(),
-        )
-        if not all(map(_is_torchs, (type(one)._load_from_state_dict, *hooks))):
-            return True
-    return False
-
-
-def _is_torchs(function: Any) -> bool:
-    function = getattr(function, "hook", function)
-    name = getattr(getattr(function, "func", function), "__module__", None) or ""
-    return bool(name.partition(".")[0] == "torch")
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
