@@ -7,7 +7,8 @@ process of the same namespace can tell whether its owner still runs. The owner a
 a host (NFS with `nolock`, Lustre with `localflock`, most FUSE), and processes of another container
 cannot be seen. `sweep` removes a file
 
-- whose owner ran in our namespace and does not exist any more;
+- whose owner ran in our namespace and does not exist any more (if it is still locked, on a network
+  file system, after a day: a server that did not hear of the unlock keeps the lock);
 - on a file system of one host, where locks are known to work, also one that nobody has locked, if
   its owner is of this boot (another container) or it is older than this boot (a power cut);
 - elsewhere, and if the owner is of another boot, one that was not written for a day.
@@ -167,12 +168,12 @@ def _is_left(
     written = status.st_mtime
     if is_ours:
         return _is_locked(name, directory) is False
-    if is_neighbour:
-        return _is_locked(name, directory) is not True
+    if is_neighbour and _is_locked(name, directory) is not True:
+        return True
     if one_host and ((known and owner.boot == own.boot) or written < _booted()):
         return _is_locked(name, directory) is False
     now = time.time()
-    if written > now - _DAY or _is_locked(name, directory) is True:
+    if written > now - _DAY or (not is_neighbour and _is_locked(name, directory) is True):
         return False
     return written <= now_there() - _DAY
 

@@ -112,6 +112,17 @@ def test_of_a_killed_process(tmp_path: Path, named: bool, one_host: bool, gone: 
     assert save(tmp_path) == []
 
 
+def test_of_a_killed_process_whose_lock_is_kept(
+    tmp_path: Path, one_host: bool, gone: Owner
+) -> None:
+    """By a child that inherited it, on one host; by a server that did not hear of the unlock."""
+    young, old = plant(tmp_path, gone), plant(tmp_path, gone, written=OLD)
+    with (tmp_path / young).open("r+b") as one, (tmp_path / old).open("r+b") as two:
+        for file in (one, two):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        assert save(tmp_path) == sorted([young, old] if one_host else [young])
+
+
 def test_of_a_live_process(tmp_path: Path, named: bool, one_host: bool, alive: Owner) -> None:
     """Without a lock, however old; and of another user."""
     mine, init = plant(tmp_path, alive, written=OLD), this_process()._replace(process=1)
