@@ -146,7 +146,7 @@ class CheckpointFolder:
         _holders[path] = self
         self._locked_path = path
         if fd is not None:
-            self._lock = weakref.finalize(self, os.close, fd)
+            self._lock = weakref.finalize(self, _close_lock, fd)
 
     def unlock(self) -> None:
         """End `lock`. Idempotent."""
@@ -279,17 +279,25 @@ def _open_lock(folder: str) -> int | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except ours(BlockingIOError):
-        owner = os.pread(fd, 300, 0).decode(errors="replace")
-        os.close(fd)
-        owner = f"process {owner}" if owner else "another process"
-        raise _in_use(folder, owner, "end that process") from None
+        owner = b""
+        with suppress(OSError):
+            owner = os.pread(fd, 300, 0)
+        _close_lock(fd)
+        named = f"process {owner.decode(errors='replace')}" if owner else "another process"
+        raise _in_use(folder, named, "end that process") from None
     except ours(OSError):
-        os.close(fd)
+        _close_lock(fd)
         return None
     with suppress(OSError):  # it only names the owner
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()} on {os.uname().nodename}".encode(), 0)
     return fd
+
+
+def _close_lock(fd: int) -> None:
+    """Close the lock file. NFS reports only now that the owner's name could not be written."""
+    with suppress(OSError):
+        os.close(fd)
 
 
 def _in_use(folder: str, owner: str, remedy: str) -> ConfigError:

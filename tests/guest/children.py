@@ -10,6 +10,7 @@ import random
 import select
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,8 @@ class Child:
                 say(end=work(say, *words, **(options or {})))
             except BaseException as error:
                 number = getattr(error, "errno", None)
-                say(error=type(error).__name__, errno=number, text=str(error))
+                where = traceback.format_exc(-3)
+                say(error=type(error).__name__, errno=number, text=str(error), where=where)
         finally:
             os._exit(0)
 

@@ -184,6 +184,37 @@ def test_a_file_system_without_locks_keeps_no_other_process_out(
     assert "step-00000001.pt" in names(tmp_path)
 
 
+@pytest.mark.parametrize("fails", [True, False], ids=["", "control"])
+def test_a_lock_whose_owner_cannot_be_written(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS whose server has lost the lock: it is heard when the file is read or closed."""
+    holder = Checkpointer(tmp_path, {"x": 1})
+    holder.save(1)
+    lock, close = (tmp_path / ".fastserial.lock").stat().st_ino, os.close
+    closed = []
+
+    def pread(fd: int, size: int, offset: int) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def close_lock(fd: int) -> None:
+        is_lock = os.fstat(fd).st_ino == lock
+        close(fd)
+        if is_lock:
+            closed.append(fd)
+            if fails:
+                raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "close", close_lock)
+    if fails:
+        monkeypatch.setattr(os, "pread", pread)
+    with monkeypatch.context() as other, pytest.raises(ConfigError, match="process"):
+        other.setattr("fastserial.training.folder._holders", {})  # as if it were another process
+        Checkpointer(tmp_path, {"x": 1}).save(2)
+    holder.close()
+    assert len(closed) == 2
+
+
 def test_a_run_in_the_folder_of_another(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, {"n": 0}, keep=10) as checkpointer:
         for step in (5, 15, 28, 35):
