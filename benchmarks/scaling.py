@@ -15,20 +15,37 @@ import pickle
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from fastserial.bench.table import check_files
 from fastserial.console import say
+from fastserial.distributed.load.read_plan import ReadPlan
+from fastserial.distributed.load.reader import divided_jobs, grids_of
+from fastserial.distributed.load.wanted import Demands, demands_of, texts_of
 from fastserial.distributed.onefile.saver import tile_bytes
 from fastserial.distributed.plan.division import FilePlan
+from fastserial.distributed.plan.matching import TensorMatch
 from fastserial.distributed.plan.schedule import Move, Schedule
-from fastserial.distributed.sharding.pieces import Mesh, Split, TensorSpec
+from fastserial.distributed.ranks.distinct import digest_of, gather_distinct
+from fastserial.distributed.ranks.group import Traffic
+from fastserial.distributed.sharding.file_index import FileTensor
+from fastserial.distributed.sharding.pieces import (
+    Holding,
+    Mesh,
+    Split,
+    TensorSpec,
+    boxes_on,
+    views,
+)
 from fastserial.errors import FastserialError
+from fastserial.formats.tensors import contiguous_stride
 from fastserial.progress import show_line
 
 __all__ = ["ROWS", "Case", "Counts", "specs_of"]
@@ -181,6 +198,74 @@ def plan_of_a_save(case: Case, rank: int) -> Callable[[], Counts]:
     return work
 
 
+class _Simulated(Traffic):
+    """Connections of a rank to others, which say what they are told to."""
+
+    def __init__(self, rank: int, said: Sequence[list[Any]]) -> None:
+        """Take what all ranks say, at one `decide` after the other."""
+        stores: Any = dist
+        super().__init__(tuple(range(len(said[0]))), rank, stores.HashStore())
+        self._said = iter(said)
+        self.sent = 0
+
+    def decide(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
+        """Return rank 0's decision, as the real one."""
+        every = next(self._said)
+        every[self.rank] = value
+        answer = pickle.dumps(decision(every))
+        self.sent += len(pickle.dumps(value)) if self.rank else len(answer) * (self.size - 1)
+        return pickle.loads(answer)
+
+
+def plan_of_a_load(case: Case, rank: int) -> Callable[[], Counts]:
+    """From what this rank wants to all that it reads, and the parts in its first windows.
+
+    The bytes are those of control messages, the messages those of bytes in one step.
+    """
+    specs = specs_of(case)
+    tensors = [
+        FileTensor(number, specs[number].dtype, specs[number].shape,
+                   contiguous_stride(specs[number].shape), offset)
+        for number, _, offset, _ in file_plan_of(specs, case.ranks).records
+    ]  # fmt: skip
+    memory = torch.empty(len(specs), dtype=torch.uint8)
+
+    def jobs_of(rank: int) -> Iterator[TensorMatch]:
+        for number, spec in enumerate(specs):
+            if isinstance(spec.held, Mesh) and spec.held.index_of(rank) is not None:
+                sizes = [box.sizes for box in boxes_on(spec, rank)] or [(0,)]
+                local = memory.as_strided(sizes[0], [0] * len(sizes[0]), number)
+                held = Holding(spec, local, views(spec, rank, local))
+                yield TensorMatch(tensors[number], held)
+
+    leaves = [((tensor.number,), tensor) for tensor in tensors]
+    said: list[list[Any]] = [[[]] * case.ranks, [{}] * case.ranks]
+    held = [spec.held.grids[0] for spec in specs if isinstance(spec.held, Mesh)]
+    for members in {id(one): one for one in held}.values():
+        texts = texts_of(jobs_of(members[0]), grids_of(leaves))
+        digests = [digest_of(text) for text in texts]
+        for member in members:
+            said[0][member] = digests
+        said[1][members[0]] = dict(zip(digests, map(zlib.compress, texts), strict=True))
+    traffic = _Simulated(rank, said)
+
+    def work() -> Counts:
+        grids = grids_of(leaves)
+        jobs = divided_jobs(list(jobs_of(rank)), grids)
+        found = gather_distinct(traffic, texts_of(jobs.arrays, grids))
+        plan = ReadPlan(grids.values(), jobs.targets, Demands(demands_of(found)), rank)
+        most = 0
+        for group, number in plan.steps():
+            if number:
+                break
+            for _ in plan.receives(group, number):
+                pass
+            most = max(most, len({to for to, _, _ in plan.sends(group, number)}))
+        return Counts(traffic.sent, most)
+
+    return work
+
+
 def _nbytes(move: Move, specs: list[TensorSpec]) -> int:
     if move.part is None:
         return move.piece.length
@@ -189,6 +274,7 @@ def _nbytes(move: Move, specs: list[TensorSpec]) -> int:
 
 ROWS: dict[str, Callable[[Case, int], Callable[[], Counts]]] = {
     "plan of a save": plan_of_a_save,
+    "plan of a load": plan_of_a_load,
 }
 
 

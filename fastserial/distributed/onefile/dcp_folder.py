@@ -33,8 +33,8 @@ from fastserial.distributed.dcp.storage_reader import (
     FastStorageReader,
     check_archive,
 )
-from fastserial.distributed.onefile.loader import HALFWAY, Compared, LoadResult, LoadTask
-from fastserial.distributed.plan.matching import Match, TensorMatch, file_leaves, path_name, unused
+from fastserial.distributed.onefile.loader import HALFWAY, LoadResult, LoadTask
+from fastserial.distributed.plan.matching import Match, TensorMatch, file_leaves
 from fastserial.distributed.ranks.group import node_name
 from fastserial.distributed.sharding.file_index import FileTensor, is_plain_tuple, without_bytes
 from fastserial.errors import CheckpointReplacedError, ConvertError, CorruptCheckpointError
@@ -101,14 +101,9 @@ class FolderLoadTask(LoadTask):
             leaves = file_leaves(found.value)
             self._match = match = Match(traffic.rank, traffic.ranks, cast, strict=self._strict)
             match.compare(into, found.value, beside)
-            rest = set(unused(leaves, match.used))
-            call = self._broadcast, self._strict, verify
-            mine = Compared(match.missing, match.problems, rest, b"", call)
-            names = [path_name(where) for where, _ in leaves]
-            answer = traffic.decide(mine, lambda every: self._decide(every, names))
-            self._unexpected = tuple(names[number] for number in answer.unexpected)
+            refusal = self._compare_ranks(leaves, [])
         self._planned = perf_counter()
-        return str(answer.refusal)
+        return refusal
 
     def fill(self) -> LoadResult:
         """See `LoadTask.fill`."""

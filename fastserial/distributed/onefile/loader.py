@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
-import pickle
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -20,10 +19,18 @@ from fastserial.checkpoints.verify.file_list import read_index
 from fastserial.checksums import PartialCrc as CrcPiece
 from fastserial.checksums import crc_mismatch, joined_crc
 from fastserial.config import Config
-from fastserial.distributed.onefile.flow import Flow, grids_of, read_odd, targets_of, wanted_of
+from fastserial.distributed.load.read_plan import ReadPlan
+from fastserial.distributed.load.reader import Flow, divided_jobs, grids_of, read_odd
+from fastserial.distributed.load.wanted import (
+    Demands,
+    bits_of,
+    demands_of,
+    numbers_in,
+    texts_of,
+)
 from fastserial.distributed.plan.matching import Match, file_leaves, path_name, unused
-from fastserial.distributed.plan.owners import ReadShares, divide_reads
 from fastserial.distributed.ranks.call import call_of
+from fastserial.distributed.ranks.distinct import gather_distinct
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.reading.part_reader import PartReader
 from fastserial.distributed.sharding.file_index import (
@@ -39,8 +46,11 @@ from fastserial.formats.safetensors import INDEX, ONE_FILE
 from fastserial.interrupts import cleanup, finish, ours
 from fastserial.loading.reader import FastFileReader
 from fastserial.memory.held_settings import paused_collection
+from fastserial.nests import Path
 from fastserial.reports import LoadReport, RankReport, publish_load
 
+_FOUND, _WANTED = b"?", b"="  # what texts of the ranks begin with
+_Texts = tuple[Sequence[str], Sequence[int]]  # texts, and the ranks that have them
 _SHOWN = 20  # keys, and mismatches, that an error names
 _RACES = 8  # so often the file may be replaced while the ranks open it
 HALFWAY = "What was to be filled is filled in part: load it again before you use it"
@@ -95,30 +105,6 @@ def load_file(
             if task is not None and task.is_filling:
                 error.cause = f"{error.cause}. {HALFWAY}"
             raise
-
-
-class _LoadDecision(NamedTuple):
-    """What rank 0 decides.
-
-    Attributes:
-        refusal: why nothing can be loaded, empty if it can.
-        unexpected: numbers of the file's leaves that no rank wants.
-        wanted: what each rank wants, pickled and compressed.
-    """
-
-    refusal: str
-    unexpected: list[int]
-    wanted: list[bytes]
-
-
-class Compared(NamedTuple):
-    """What a rank found when it compared."""
-
-    missing: list[str]
-    problems: list[str]
-    unused: set[int]
-    wanted: bytes
-    call: tuple[bool, ...]
 
 
 class _Read(NamedTuple):
@@ -184,27 +170,54 @@ class LoadTask:
             tied = self._container == "safetensors"  # a file has the first of tied tensors only
             self._match = match = Match(traffic.rank, traffic.ranks, cast, tied, self._strict)
             match.compare(into, value, beside)
-            self._targets, self._odd = targets_of(match.jobs, grids)
-            wanted = wanted_of(self._targets)
-            found = Compared(
-                match.missing,
-                match.problems,
-                set(unused(leaves, match.used)),
-                zlib.compress(pickle.dumps(wanted), 1) if self._broadcast else b"",
-                (self._broadcast, self._strict, self._config.verify_on_load),
-            )
-            names = [path_name(where) for where, _ in leaves]
-            answer = traffic.decide(found, lambda every: self._decide(every, names))
-            if answer.refusal:
-                return str(answer.refusal)
-            self._wanted = [pickle.loads(zlib.decompress(one)) for one in answer.wanted if one]
-            self._shares = ReadShares([], [list(range(len(wanted)))])
-            if self._broadcast:
-                self._shares = divide_reads(grids, self._wanted)
-            self._grids = grids
-            self._unexpected = tuple(names[number] for number in answer.unexpected)
+            self._jobs = divided_jobs(match.jobs, grids)
+            wanted = texts_of(self._jobs.arrays, grids) if self._broadcast else []
+            refusal = self._compare_ranks(leaves, wanted)
+            if not refusal:
+                demands = Demands(demands_of(self._wanted)) if self._broadcast else None
+                self._plans = {name: self._plan(name, grids, demands) for name in self._readers}
         self._planned = perf_counter()
-        return ""
+        return refusal
+
+    def _plan(self, name: str, grids: Mapping[int, Grid], demands: Demands | None) -> ReadPlan:
+        """Return what this rank reads of a file, and what it gets from others."""
+        here = [one for one in self._jobs.targets if self._is_in(name, one.grid.tensor)]
+        arrays = [
+            grid
+            for number, grid in grids.items()
+            if grid.tensor.number == number and self._file_of[number] == name
+        ]
+        return ReadPlan(arrays, here, demands, self._traffic.rank)
+
+    def _compare_ranks(self, leaves: list[tuple[Path, Any]], wanted: Sequence[bytes]) -> str:
+        """Tell the other ranks what was found, and hear what they found. Collective.
+
+        Args:
+            leaves: what the file holds.
+            wanted: what this rank wants, see `texts_of`.
+
+        Returns:
+            Why the file does not fit, the same text on every rank; empty if it does.
+        """
+        match, names = self._match, [path_name(where) for where, _ in leaves]
+        call = self._broadcast, self._strict, self._config.verify_on_load
+        rest = bits_of(unused(leaves, match.used)).hex()
+        mine = json.dumps([match.missing, match.problems, call, rest]).encode()
+        found = gather_distinct(self._traffic, [_FOUND + mine, *(_WANTED + one for one in wanted)])
+        self._wanted = [one._replace(text=one.text[1:]) for one in found if one.text[:1] == _WANTED]
+        every = [(*json.loads(text[1:]), ranks) for text, ranks in found if text[:1] == _FOUND]
+        unexpected = set(range(len(names)))
+        for *_, bits, _ in every:
+            unexpected.intersection_update(numbers_in(bytes.fromhex(bits)))
+        extra = [names[number] for number in sorted(unexpected)]
+        self._unexpected = tuple(extra)
+        problems = [(texts, ranks) for _, texts, *_, ranks in every]
+        if len({tuple(call) for _, _, call, *_ in every}) > 1:
+            text = "broadcast, strict and verify_on_load are not the same on all ranks"
+            problems.append(([text], range(self._traffic.size)))
+        missing = [(texts, ranks) for texts, *_, ranks in every]
+        size = self._traffic.size
+        return refusal_of(self.path, problems, missing, extra, self._strict, size)
 
     def _read_index(self) -> dict[str, FileIndex]:
         """Read the index of each file on rank 0, and open the same files on all ranks.
@@ -260,18 +273,6 @@ class LoadTask:
             return first.value
         return {key: value for index in indexes.values() for key, value in index.value.items()}
 
-    def _decide(self, found: Sequence[Compared], names: Sequence[str]) -> _LoadDecision:
-        """Return rank 0's decision for all ranks."""
-        unexpected = sorted(set.intersection(*(one.unused for one in found)))
-        problems = [one.problems for one in found]
-        if len({one.call for one in found}) > 1:
-            text = "broadcast, strict and verify_on_load are not the same on all ranks"
-            problems = [[*some, text] for some in problems]
-        extra = [names[number] for number in unexpected]
-        missing = [one.missing for one in found]
-        refusal = refusal_of(self.path, problems, missing, extra, self._strict)
-        return _LoadDecision(refusal, unexpected, [one.wanted for one in found])
-
     # -- bytes ---------------------------------------------------------------------------------
 
     def fill(self) -> LoadResult:
@@ -292,20 +293,18 @@ class LoadTask:
         """Read and exchange the bytes, file by file."""
         wants_records = self._config.verify_on_load
         self._known = [one for one in self._records if wants_records and one.crc is not None]
-        own = self._shares.alone[self._traffic.rank if self._broadcast else 0]
         self._flows: list[Flow] = []
         self._own_seconds = self._shared_seconds = 0.0
         for name, reader in self._readers.items():
             began = perf_counter()
             parts = PartReader(reader, self._known, between=self._traffic.alive)
-            flow = Flow(self._traffic, parts, self._grids)
+            flow = Flow(self._traffic, parts, self._plans[name])
             self._flows.append(flow)
-            targets = [self._targets[index] for index in own]
-            parts.read_own([one for one in targets if self._is_in(name, one.grid.tensor)])
-            read_odd([job for job in self._odd if self._is_in(name, job.tensor)], reader)
+            parts.read_own(self._plans[name].alone)
+            read_odd([job for job in self._jobs.odd if self._is_in(name, job.tensor)], reader)
             self._own_seconds += perf_counter() - began
-            common = [one for one in self._shares.common if self._file_of[one.array] == name]
-            flow.share(common, self._wanted, self._targets)
+            if self._broadcast:
+                flow.share()
             self._shared_seconds += perf_counter() - began
         self._shared_seconds -= self._own_seconds
 
@@ -328,8 +327,8 @@ class LoadTask:
                 "share": self._shared_seconds,
             },
         )
-        checked = self._config.verify_on_load and not self._odd
-        all_checked = checked and all(map(flows[0].parts.checks, self._targets))
+        checked = self._config.verify_on_load and not self._jobs.odd
+        all_checked = checked and all(map(flows[0].parts.checks, self._jobs.targets))
         mine = _Read(line, flows[0].parts.ledger.pieces(), all_checked)
         result: LoadResult = self._traffic.decide(mine, self._decide_on_checksums)
         return result
@@ -387,20 +386,22 @@ class LoadTask:
 
 def refusal_of(
     path: str,
-    problems: Sequence[Sequence[str]],
-    missing: Sequence[Sequence[str]],
+    problems: Sequence[_Texts],
+    missing: Sequence[_Texts],
     unexpected: Sequence[str],
     strict: bool,
+    size: int,
 ) -> str:
     """Return why a checkpoint does not fit what is to be filled, empty if it does.
 
     Args:
-        problems, missing: of each rank.
+        problems, missing: each with the ranks that have them.
         unexpected: what no rank wants.
+        size: how many ranks there are.
     """
-    lines = _by_rank(problems)
+    lines = _with_ranks(problems, size)
     if strict:
-        absent = _by_rank(missing)
+        absent = _with_ranks(missing, size)
         lines += [f"not in the file: {_listed(absent)}"] if absent else []
         lines += [f"only in the file: {_listed(unexpected)}"] if unexpected else []
     if not lines:
@@ -431,15 +432,15 @@ def _files_of(path: str) -> list[str]:
     raise IsADirectoryError(errno.EISDIR, text, path)
 
 
-def _by_rank(texts_of_ranks: Sequence[Sequence[str]]) -> list[str]:
+def _with_ranks(found: Sequence[_Texts], size: int) -> list[str]:
     """Return the texts of all ranks, each once, with the ranks unless it is all of them."""
-    ranks: dict[str, list[int]] = {}
-    for rank, texts in enumerate(texts_of_ranks):
+    having: dict[str, list[int]] = {}
+    for texts, ranks in found:
         for text in texts:
-            ranks.setdefault(text, []).append(rank)
+            having.setdefault(text, []).extend(ranks)
     return [
-        text if len(who) == len(texts_of_ranks) else f"{text} (rank {', '.join(map(str, who))})"
-        for text, who in ranks.items()
+        text if len(who) == size else f"{text} (rank {', '.join(map(str, sorted(who)))})"
+        for text, who in having.items()
     ]
 
 

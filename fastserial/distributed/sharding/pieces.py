@@ -22,6 +22,8 @@ from fastserial.interrupts import ours
 
 Range = tuple[int, int]
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_KEPT = 16  # grids whose indices are kept
+_indices: dict[int, tuple[tuple[int, ...], dict[int, int]]] = {}
 
 
 class Split(NamedTuple):
@@ -53,8 +55,9 @@ class Mesh(NamedTuple):
     def index_of(self, rank: int) -> int | None:
         """Return a rank's row-major index in its grid, None if it is in none."""
         for grid in self.grids:
-            if rank in grid:
-                return grid.index(rank)
+            index = indices_of(grid).get(rank)
+            if index is not None:
+                return index
         return None
 
     def shard_of(self, rank: int, size: int) -> int | None:
@@ -80,6 +83,20 @@ class Mesh(NamedTuple):
     def members(self) -> list[int]:
         """Return all ranks that hold something."""
         return sorted({rank for grid in self.grids for rank in grid if rank >= 0})
+
+
+def indices_of(grid: tuple[int, ...]) -> dict[int, int]:
+    """Return the index of each rank in a grid, without those that the group lacks.
+
+    It is kept for the last few grids, by their identity: to hash one takes as long as a search.
+    """
+    kept = _indices.get(id(grid))
+    if kept is None or kept[0] is not grid:
+        if len(_indices) >= _KEPT:
+            _indices.clear()
+        found = {rank: index for index, rank in enumerate(grid) if rank >= 0}
+        kept = _indices[id(grid)] = grid, found
+    return kept[1]
 
 
 class Flat(NamedTuple):
@@ -267,12 +284,12 @@ def _ranges_at(shape: tuple[int, ...], mesh: Mesh, index: int) -> list[list[Rang
         at_axis.insert(0, at)
     found = [[(0, size)] if size else [] for size in shape]
     for dim in range(len(shape)):
-        for axis, factor in _order(dim, mesh):
+        for axis, factor in split_order(dim, mesh):
             found[dim] = _chunk(found[dim], mesh.shape[axis], at_axis[axis], factor)
     return found
 
 
-def _order(dim: int, mesh: Mesh) -> list[tuple[int, int]]:
+def split_order(dim: int, mesh: Mesh) -> list[tuple[int, int]]:
     """Return which mesh dimensions split a tensor's dimension, in their order.
 
     Each has the factor with which it has to be split. A strided shard was made after those

@@ -43,8 +43,7 @@ from fastserial.distributed import (
     FastStorageReader,
     FastStorageWriter,
 )
-from fastserial.distributed.onefile import flow
-from fastserial.distributed.plan import owners
+from fastserial.distributed.load import read_plan
 from fastserial.distributed.state.tables import SHARED_FROM
 from fastserial.formats.safetensors import TYPE_NAMES
 from fastserial.saving import incremental
@@ -379,8 +378,8 @@ def load(place: str, seed: str, cases: str) -> None:
         into = blank(nest, Holder(choices, grids[count], made=0.1, zeros=True))
         want = like(nest, Holder(choices, grids[count], made=0.1))
         with (
-            mock.patch.object(owners, "_FINEST", block),
-            mock.patch.object(flow, "_LARGEST_WINDOW", window),
+            mock.patch.object(read_plan, "_FINEST", block),
+            mock.patch.object(read_plan, "_LARGEST_WINDOW", window),
             fastserial.options(verify_on_load=check, direct=direct),
         ):
             report = distributed.load(

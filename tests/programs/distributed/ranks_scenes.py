@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fastserial import Checkpointer, ConfigError, distributed, last_save_report, options
 from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter, FlatShard
-from fastserial.distributed.onefile import flow
+from fastserial.distributed.load import read_plan, reader
 from fastserial.errors import DistributedError
 from fastserial.integrations.fastpersist import fastpersist_save
 
@@ -268,17 +268,17 @@ def lost(place: str, how: str) -> None:
     ranks.alone(lambda: torch.save({"a": torch.arange(200_000)}, folder / "state.pt"))
     into = {"a": torch.zeros(200_000, dtype=torch.int64)}
     distributed.load(folder / "state.pt", into, timeout=60)  # so that all connections are there
-    turn = flow.Flow._round
+    turn = reader.Flow._step
 
-    def ending(self: flow.Flow, number: int, *rest: Any) -> None:
+    def ending(self: reader.Flow, group: Any, number: int, ahead: Any) -> None:
         if rank == last and number == 1:
             (folder / "lost").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
-        turn(self, number, *rest)
+        turn(self, group, number, ahead)
 
     with (
-        mock.patch.object(flow, "_LARGEST_WINDOW", 64 * 1024),
-        mock.patch.object(flow.Flow, "_round", ending),
+        mock.patch.object(read_plan, "_LARGEST_WINDOW", 64 * 1024),
+        mock.patch.object(reader.Flow, "_step", ending),
     ):
         began = time.monotonic()
         try:

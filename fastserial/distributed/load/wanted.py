@@ -1,0 +1,243 @@
+"""What the ranks want of a file: each tells what it wants, and equal answers travel once.
+
+An answer is a few texts, one for each placement: which arrays are wanted in it. Where all ranks
+hold the same tensors these are equal, and only digests are sent. What the other ranks of a DTensor
+want follows from its mesh. A `FlatShard` is known to its rank alone: its ranges are always sent.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fastserial.distributed.layout.slabs import Slab, indices_with, slab_at
+from fastserial.distributed.plan.matching import TensorMatch
+from fastserial.distributed.ranks.distinct import FromRanks
+from fastserial.distributed.sharding.boxes import Box, boxes_of_range
+from fastserial.distributed.sharding.grid import Grid
+from fastserial.distributed.sharding.pieces import Flat, Mesh, Split, boxes_at
+
+_WHOLE, _RANGES = b"[]", b"null"  # in place of a mesh
+_BITS = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
+
+
+@dataclass(eq=False)
+class Demand:
+    """Ranks that want arrays in one way.
+
+    Attributes:
+        mesh: their placement, without ranks; None: in ranges, which each array has its own of.
+        grid: the ranks, by their row-major index in the mesh; -1 where none wants anything.
+        ranges: by the array's number: rank, first element, end.
+    """
+
+    mesh: Mesh | None
+    grid: Sequence[int]
+    ranges: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    _indices: dict[int, int] = field(default_factory=dict)
+
+    def index_of(self, rank: int) -> int | None:
+        """Return a rank's index in the mesh, None if it wants nothing."""
+        if not self._indices:
+            self._indices = {one: index for index, one in enumerate(self.grid) if one >= 0}
+        return self._indices.get(rank)
+
+    def boxes(self, grid: Grid, rank: int) -> list[Box]:
+        """Return which boxes of an array a rank wants."""
+        tensor = grid.tensor
+        found: list[Box] = []
+        if self.mesh is None:
+            for one, first, stop in self.ranges[tensor.number]:
+                found += boxes_of_range(tensor.shape, first, stop) if one == rank else []
+        elif (index := self.index_of(rank)) is not None:
+            found = boxes_at(tensor.shape, self.mesh, index)
+        return [grid.box_of(box) for box in found]
+
+    def ranks_of(self, number: int) -> Iterator[int]:
+        """Yield the ranks that may want something of an array."""
+        if self.mesh is None:
+            yield from (rank for rank, _, _ in self.ranges[number])
+        else:
+            yield from (rank for rank in self.grid if rank >= 0)
+
+
+class Demands:
+    """What all ranks want of the arrays that this one wants some of."""
+
+    def __init__(self, of_array: Mapping[int, tuple[Demand, ...]]) -> None:
+        """Take them, by the numbers of the arrays; each rank wants nothing twice in one demand."""
+        self._of_array = of_array
+        self._members: dict[object, tuple[int, ...]] = {}
+        self._groups: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._of_array
+
+    def boxes(self, grid: Grid, rank: int) -> list[Box]:
+        """Return which boxes of an array a rank wants, each once; all ranks in the same order."""
+        demands = self._of_array[grid.tensor.number]
+        return list(dict.fromkeys(box for one in demands for box in one.boxes(grid, rank)))
+
+    def ranks_of(self, number: int) -> set[int]:
+        """Return the ranks that may want something of an array."""
+        return {rank for one in self._of_array[number] for rank in one.ranks_of(number)}
+
+    def placement_of(self, number: int) -> Demand | None:
+        """Return the one demand of an array if it is a placement, None if there is more to it."""
+        demands = self._of_array[number]
+        return demands[0] if len(demands) == 1 and demands[0].mesh is not None else None
+
+    def slab(
+        self, demand: Demand, grid: Grid, rank: int, least: int
+    ) -> tuple[Slab, tuple[int, ...]] | None:
+        """Return the slab in which a rank's part is, and the ranks that want some of it.
+
+        Args:
+            demand: the array's one placement.
+            least: see `slab_at`.
+        """
+        index = demand.index_of(rank)
+        if demand.mesh is None or index is None:
+            return None
+        slab = slab_at(grid.shape, grid.order, demand.mesh, index, least)
+        if slab is None:
+            return None
+        name = id(demand), slab.shards
+        if name not in self._members:
+            indices = indices_with(demand.mesh.shape, slab.shards)
+            self._members[name] = self.group_of(demand.grid[one] for one in indices)
+        return slab, self._members[name]
+
+    def group_of(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return some ranks in order; equal ones are the same object (hashing many takes long)."""
+        group = tuple(sorted(rank for rank in ranks if rank >= 0))
+        return self._groups.setdefault(group, group)
+
+
+# -- as texts --------------------------------------------------------------------------------------
+
+
+def texts_of(jobs: Iterable[TensorMatch], grids: Mapping[int, Grid]) -> list[bytes]:
+    """Return what a rank wants, as equal texts on ranks that want the same.
+
+    Args:
+        grids: the file's arrays, by the numbers of its tensors; of the others nothing is said.
+    """
+    numbers: dict[object, set[int]] = {}
+    meshes: dict[object, Mesh | None] = {}
+    ranges: set[tuple[int, int, int]] = set()
+    for tensor, (spec, _, _) in jobs:
+        grid = grids.get(tensor.number)
+        if grid is None:
+            continue
+        number, held = grid.tensor.number, spec.held
+        if isinstance(held, Flat):
+            ranges.update((number, first, stop) for _, first, stop in held.ranges)
+            continue
+        # To hash all ranks of a mesh takes long; its tensors share them.
+        key = None if held is None else (id(held.grids[0]), held.shape, held.splits)
+        meshes[key] = held
+        numbers.setdefault(key, set()).add(number)
+    joined: dict[bytes, set[int]] = {}
+    for which, mesh in meshes.items():
+        text = _WHOLE
+        if mesh is not None:
+            text = json.dumps([mesh.shape, mesh.splits, mesh.grids[0]]).encode()
+        joined.setdefault(text, set()).update(numbers[which])
+    found = [text + b"\n" + bits_of(some) for text, some in joined.items()]
+    if ranges:
+        flat = array("q", [value for one in sorted(ranges) for value in one])
+        found.append(_RANGES + b"\n" + flat.tobytes())
+    return found
+
+
+def bits_of(numbers: Iterable[int]) -> bytes:
+    """Return a set of numbers as bytes, in which bit n is number n."""
+    found = bytearray()
+    for number in numbers:
+        at = number >> 3
+        if at >= len(found):
+            found.extend(bytes(at + 1 - len(found)))
+        found[at] |= 1 << (number & 7)
+    return bytes(found)
+
+
+def numbers_in(bits: bytes) -> Iterator[int]:
+    """Yield the numbers of a set, see `bits_of`."""
+    for at, byte in enumerate(bits):
+        for bit in _BITS[byte]:
+            yield 8 * at + bit
+
+
+@dataclass(eq=False)
+class _Alike:
+    """Ranks that want the same arrays in the same placement, each all of them or on some mesh."""
+
+    whole: set[int] = field(default_factory=set)
+    grids: dict[Mesh, list[tuple[int, ...]]] = field(default_factory=dict)
+
+    def add(self, other: _Alike) -> None:
+        """Take what another has, too."""
+        self.whole |= other.whole
+        for mesh, grids in other.grids.items():
+            self.grids.setdefault(mesh, []).extend(grids)
+
+    def demands(self) -> Iterator[Demand]:
+        """Yield the demands, as few as possible; no rank wants anything twice in one of them."""
+        if self.whole:
+            yield Demand(Mesh((len(self.whole),), (), (Split(None),)), sorted(self.whole))
+        for mesh, grids in self.grids.items():
+            ranks = [rank for grid in grids for rank in grid if rank >= 0]
+            if len(grids) > 1 and len(set(ranks)) == len(ranks):  # sub-meshes have replicas
+                shape, splits = (len(grids), *mesh.shape), (Split(None), *mesh.splits)
+                yield Demand(Mesh(shape, (), splits), [rank for grid in grids for rank in grid])
+            else:
+                yield from (Demand(mesh, grid) for grid in grids)
+
+
+def demands_of(found: Iterable[FromRanks]) -> Mapping[int, tuple[Demand, ...]]:
+    """Return what all ranks want, by the numbers of the arrays; the same on all ranks.
+
+    Args:
+        found: what they say, see `texts_of`.
+    """
+    ranges = Demand(None, ())
+    alike: dict[tuple[object, bytes], _Alike] = {}
+    for text, ranks in found:
+        head, _, data = text.partition(b"\n")
+        if head == _RANGES:
+            values = array("q", data)
+            for number, first, stop in zip(values[::3], values[1::3], values[2::3], strict=True):
+                some = ranges.ranges.setdefault(number, [])
+                some += [(rank, first, stop) for rank in ranks]
+            continue
+        shape, splits, grid = json.loads(head) or ((), (), ())
+        mesh = Mesh(tuple(shape), (), tuple([Split(*one) for one in splits]))
+        wanting = set(ranks)
+        same = alike.setdefault((mesh, data), _Alike())
+        if all(split.dim is None for split in mesh.splits):
+            same.whole |= wanting if head == _WHOLE else wanting.intersection(grid)
+        else:
+            held = tuple([rank if rank in wanting else -1 for rank in grid])
+            same.grids.setdefault(mesh, []).append(held)
+    every = list(alike.values())
+    which: dict[int, list[int]] = {}
+    for at, (_, bits) in enumerate(alike):
+        for number in numbers_in(bits):
+            which.setdefault(number, []).append(at)
+    for number in ranges.ranges:
+        which.setdefault(number, []).append(-1)
+    made: dict[tuple[int, ...], tuple[Demand, ...]] = {}
+    of_array: dict[int, tuple[Demand, ...]] = {}
+    for number, ways in which.items():
+        key = tuple(ways)
+        if key not in made:
+            together = _Alike()
+            for at in ways:
+                together.add(every[at] if at >= 0 else _Alike())
+            flat = (ranges,) if ways[-1] < 0 else ()
+            made[key] = (*together.demands(), *flat)
+        of_array[number] = made[key]
+    return of_array
