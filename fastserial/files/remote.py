@@ -13,7 +13,7 @@ import errno
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from threading import Event
 from time import monotonic
@@ -62,13 +62,6 @@ class RemoteFolder(Protocol):
         """Write an object of `nbytes` bytes, or replace one.
 
         After an error the object is the old one, or missing; fsspec may leave a part of it.
-        """
-
-    def chunks(self, name: str) -> Iterator[bytes]:
-        """Return the bytes of an object, some MiB at a time.
-
-        Raises:
-            FileNotFoundError: there is none of this name.
         """
 
     def status(self, name: str) -> tuple[int, Any]:
@@ -161,13 +154,6 @@ class _ObstoreFolder:
             lambda: self._obstore.put(self._store, name, data, **options),
         )
 
-    def chunks(self, name: str) -> Iterator[bytes]:
-        what = f"{name} cannot be read"
-        found = self._try(what, lambda: self._obstore.get(self._store, name))
-        pieces = iter(found.stream(min_chunk_size=_CHUNK))
-        while piece := self._try(what, lambda: next(pieces, None)):
-            yield bytes(piece)
-
     def status(self, name: str) -> tuple[int, Any]:
         found = self._try(f"{name} cannot be read", lambda: self._obstore.head(self._store, name))
         return int(found["size"]), found["e_tag"] or found["last_modified"]
@@ -238,11 +224,6 @@ class _FsspecFolder:
                 for chunk in chunks:
                     file.write(chunk)
 
-    def chunks(self, name: str) -> Iterator[bytes]:
-        with self._named(f"{name} cannot be read"), self._files.open(self._path(name)) as file:
-            while piece := file.read(_CHUNK):
-                yield piece
-
     def status(self, name: str) -> tuple[int, Any]:
         with self._named(f"{name} cannot be read"):
             self._files.invalidate_cache()
@@ -289,8 +270,11 @@ class RemoteSource:
         size: of the object (bytes).
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, timeout: float = _TIMEOUT) -> None:
         """Ask for its size.
+
+        Args:
+            timeout: seconds without a byte for which a request is tried again.
 
         Raises:
             FileNotFoundError: there is no such object.
@@ -303,8 +287,10 @@ class RemoteSource:
             raise ConfigError(f"{url}: names no file. A URL has the form s3://bucket/path/file")
         self.name = url
         self._pid = os.getpid()
+        self._timeout = timeout
+        self._one_call = min(_ONE_CALL, timeout / 4)
         try:
-            self._folder = remote_folder(f"{scheme}://{folder}", _ONE_CALL)
+            self._folder = remote_folder(f"{scheme}://{folder}", self._one_call)
         except ours(FileNotFoundError) as error:
             raise _not_found(url) from error
         self._status = self._ask_status()
@@ -324,9 +310,9 @@ class RemoteSource:
 
         Raises:
             FileNotFoundError: there is no such object.
-            RemoteError: the store refuses, or fails for `_TIMEOUT` seconds.
+            RemoteError: the store refuses, or fails for `timeout` seconds.
         """
-        until = monotonic() + _TIMEOUT
+        until = monotonic() + self._timeout
         while True:
             began = monotonic()
             try:
@@ -335,7 +321,7 @@ class RemoteSource:
                 raise _not_found(self.name) from error
             except ours(RemoteError):
                 now = monotonic()
-                gave_up = isinstance(self._folder, _ObstoreFolder) and now - began >= _ONE_CALL
+                gave_up = isinstance(self._folder, _ObstoreFolder) and now - began >= self._one_call
                 if not gave_up or now > until or stop.is_set():
                     raise
 
@@ -431,8 +417,14 @@ class ReadAhead(io.RawIOBase):
         failed: the first error of a read, which torch may replace by another one.
     """
 
-    def __init__(self, source: RemoteSource) -> None:
+    def __init__(self, source: RemoteSource, waiting: Callable[[], object] = bool) -> None:
+        """Read nothing yet.
+
+        Args:
+            waiting: called about once a second while a part is awaited.
+        """
         super().__init__()
+        self._waiting = waiting
         self._source = source
         self.name, self.size = source.name, source.size
         self.failed: BaseException | None = None
@@ -482,6 +474,8 @@ class ReadAhead(io.RawIOBase):
             self._parts[wanted] = part
         for old in [one for one in self._parts if one != count - 1][: -2 * _CONCURRENT]:
             self._parts.pop(old).cancel()
+        while not wait([self._parts[number]], timeout=1.0).done:
+            self._waiting()
         return memoryview(self._parts[number].result())
 
     def close(self) -> None:

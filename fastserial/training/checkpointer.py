@@ -231,7 +231,7 @@ class Checkpointer:
         self.wait()
         if self._prepared != os.getpid():
             self._prepare()
-            self._on_main(self._manager.warn_of_later, step)
+            self._on_main(lambda _: self._manager.warn_of_later(step))
             self._prepared = os.getpid()
         self._last = save = self._ranks.start(self._job(step, metrics, began))
         self._began, self._step = began, step
@@ -379,10 +379,10 @@ class Checkpointer:
         self.wait()
         wanted = self._request(only, strict, rename or {})
         self._resumed = ResumeReport()
-        self._on_main(self._manager.get_ready, step)
+        self._on_main(lambda alive: self._manager.get_ready(step, alive))
         if step is not None:
             self._restore(step, wanted, *self._read_or_fetch(step, wanted))
-            self._on_main(self._manager.warn_of_later, step)
+            self._on_main(lambda _: self._manager.warn_of_later(step))
             return step
         refused: CheckpointFileError | None = None
         tried: set[int] = set()
@@ -393,7 +393,7 @@ class Checkpointer:
                 found = self._read_or_fetch(candidate, wanted)
             except ours(FileNotFoundError) as error:
                 try:
-                    self._on_main(os.stat, self._folder.file(candidate))
+                    self._on_main(lambda _: os.stat(self._folder.file(candidate)))  # noqa: B023
                 except ours(FileNotFoundError):
                     continue
                 raise error from None  # by code of the user's: the file is there
@@ -404,7 +404,7 @@ class Checkpointer:
                 what = "is no checkpoint of a Checkpointer" if other else "is damaged"
                 text = f"{self._folder.file(candidate)} {what}; the one before is used: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
-                self._on_main(self._manager.fetch_newest, tried)
+                self._on_main(lambda alive: self._manager.fetch_newest(alive, tried))
                 continue
             self._restore(candidate, wanted, *found)
             return candidate
@@ -417,11 +417,18 @@ class Checkpointer:
             )
         return 0
 
-    def _on_main(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Call a function in the process that manages the folder; its error is raised on all."""
-        with self._ranks.together():
-            if self._ranks.is_main:
-                work(*arguments)
+    def _on_main(self, work: Callable[[Callable[[], object]], object]) -> None:
+        """Call a function in the process that manages the folder; its error is raised on all.
+
+        Args:
+            work: gets a function to call now and then, if it may take long.
+        """
+        with self._ranks.together() as ranks:
+
+            def decision(_: list[Any]) -> None:
+                work(ranks.alive)
+
+            ranks.decide(None, decision)  # the others wait for the answer as long as it is alive
 
     def _request(
         self, only: Collection[str] | None, strict: bool, rename: Mapping[str, str]
@@ -446,7 +453,7 @@ class Checkpointer:
         except ours(CorruptCheckpointError):
             if self._mirror is None:
                 raise
-            self._on_main(self._manager.fetch, step)
+            self._on_main(lambda alive: self._manager.fetch(step, alive))
         return self._ranks.read(wanted, path)
 
     def _restore(

@@ -408,11 +408,12 @@ class FolderManager:
         others = (step for step in self.folder.steps() if step not in damaged)
         return next((step for step in others if self.folder.is_complete(step)), None)
 
-    def get_ready(self, step: int | None) -> None:
+    def get_ready(self, step: int | None, alive: Callable[[], object]) -> None:
         """Prepare the folder for `resume`: no leftovers, and what only the mirror has.
 
         Args:
             step: that is wanted; None: the newest one.
+            alive: called about once a second during a download.
 
         Raises:
             RemoteError, WriteError: as `fetch_newest` and `fetch`.
@@ -420,14 +421,15 @@ class FolderManager:
         self.folder.sweep()
         self.warn_of_missing_folder()
         if step is None:
-            self.fetch_newest()
+            self.fetch_newest(alive)
         elif not os.path.exists(self.folder.file(step)):
-            self.fetch(step)
+            self.fetch(step, alive)
 
-    def fetch_newest(self, tried: Collection[int] = ()) -> None:
+    def fetch_newest(self, alive: Callable[[], object], tried: Collection[int] = ()) -> None:
         """Download from the mirror its newest whole checkpoint, if the folder has none as new.
 
         Args:
+            alive: called about once a second during a download.
             tried: steps that are known to be damaged.
 
         Raises:
@@ -438,20 +440,23 @@ class FolderManager:
             return
         here = self._newest(tried)
         try:
-            there = self.mirror.steps()
+            there = self.mirror.steps(alive)
         except ours(RemoteError) as error:
             if here is None:
                 raise
-            warnings.warn(f"the mirror is not used: {error}", RuntimeWarning, stacklevel=5)
+            warnings.warn(f"the mirror is not used: {error}", RuntimeWarning, stacklevel=8)
             return
         for step in there:
             if here is not None and step <= here:
                 return
-            if step not in tried and self.fetch(step):
+            if step not in tried and self.fetch(step, alive):
                 return
 
-    def fetch(self, step: int) -> bool:
+    def fetch(self, step: int, alive: Callable[[], object]) -> bool:
         """Download a step's checkpoint from the mirror; return whether the mirror has it whole.
+
+        Args:
+            alive: called about once a second.
 
         Raises:
             RemoteError: the mirror fails.
@@ -459,12 +464,12 @@ class FolderManager:
         """
         try:
             if self.mirror is not None:
-                self.mirror.fetch(step)
+                self.mirror.fetch(step, alive)
                 return True
         except ours(FileNotFoundError):
             pass
         except ours(CorruptCheckpointError) as error:
-            warnings.warn(f"a copy in the mirror is damaged: {error}", RuntimeWarning, stacklevel=5)
+            warnings.warn(f"a copy in the mirror is damaged: {error}", RuntimeWarning, stacklevel=9)
         return False
 
     def warn_of_later(self, step: int) -> None:
@@ -478,7 +483,7 @@ class FolderManager:
             f"{max(later)}. They stay, and `resume()` takes the latest: move them away, or use "
             "another folder"
         )
-        warnings.warn(text, UserWarning, stacklevel=4)
+        warnings.warn(text, UserWarning, stacklevel=7)
 
     def warn_of_missing_folder(self) -> None:
         """Warn if the parent folder does not exist either: its file system may not be mounted."""
@@ -488,7 +493,7 @@ class FolderManager:
                 f"{path} does not exist, nor does its parent folder: there is nothing to resume "
                 "from. Check the path, and whether its file system is mounted"
             )
-            warnings.warn(text, UserWarning, stacklevel=5)
+            warnings.warn(text, UserWarning, stacklevel=8)
 
 
 def _own_entry(path: str) -> Mapping[str, Any]:

@@ -1,30 +1,39 @@
 """The second tier of a `Checkpointer`: its checkpoints, copied to a remote folder.
 
 In the remote folder a checkpoint is its file, under the same name, and a manifest, `NAME.json`,
-with the file's size and CRC-32. The manifest is written last and removed first: a checkpoint
-without one does not exist, so that none is ever seen half-written.
+with its run, and the file's size and CRC-32. An upload begins with a manifest that has the run
+only, and ends with the whole one: without that a checkpoint does not exist, so that none is ever
+seen half-written, and what a killed upload left is known.
+
+A run has an identity, which the local folder and the remote one keep in `.fastserial.run`: what
+another run left in the remote folder is neither resumed nor removed.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from fastserial.checksums import crc32, crc_mismatch
 from fastserial.errors import CorruptCheckpointError, RemoteError
-from fastserial.files.remote import remote_folder
-from fastserial.interrupts import Locked, ours
+from fastserial.files.remote import ReadAhead, RemoteSource, remote_folder
+from fastserial.interrupts import Locked, ours, suppress
 from fastserial.saving.writer import FastFileWriter
 from fastserial.training.folder import CheckpointFolder, Retention
 
 _CHUNK = 8 * 1024 * 1024
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries of an upload
+_MANIFEST = ".json"
+_RUN = ".fastserial.run"
+_WHOLE = {"nbytes", "crc32", "written", "metrics"}  # what the manifest of a whole checkpoint has
 _log = logging.getLogger("fastserial")
 _mirrors: weakref.WeakSet[Mirror] = weakref.WeakSet()
 
@@ -45,12 +54,13 @@ class Mirror:
         Args:
             retention: which checkpoints stay in the remote folder.
             bandwidth: most bytes per second that uploads may take; None: no bound.
-            timeout: for so many seconds an upload that fails is tried again.
+            timeout: for so many seconds an upload that fails is tried again. A request fails after
+                half of it, so that other ranks still wait.
 
         Raises:
             ConfigError: the URL cannot be opened.
         """
-        self._remote = remote_folder(url, timeout, create=True)
+        self._remote = remote_folder(url, timeout / 2, create=True)
         self._folder = folder
         self._retention = retention
         self._bandwidth = bandwidth
@@ -62,6 +72,8 @@ class Mirror:
         self._thread: threading.Thread | None = None
         self._caught_up = False
         self._manifests: dict[int, dict[str, Any]] = {}
+        self._run: str | None = None  # the identity of the run, once it is known
+        self._is_known = False  # both folders have it
         _mirrors.add(self)
 
     # -- uploads ---------------------------------------------------------------------------------
@@ -84,7 +96,7 @@ class Mirror:
             self._waiting[step] = metrics
             if self._thread is None or not self._thread.is_alive():  # in a forked child it is not
                 thread = threading.Thread(
-                    target=self._run, args=(uploaded,), name="fastserial-mirror"
+                    target=self._upload_all, args=(uploaded,), name="fastserial-mirror"
                 )
                 self._thread = thread
                 thread.start()
@@ -101,7 +113,7 @@ class Mirror:
         if failed and max(failed) > (-1 if self._newest is None else self._newest):
             raise failed[max(failed)]
 
-    def _run(self, uploaded: Callable[[], object]) -> None:
+    def _upload_all(self, uploaded: Callable[[], object]) -> None:
         if not self._caught_up:
             self._caught_up = True
             self._catch_up()
@@ -128,6 +140,7 @@ class Mirror:
 
     def _catch_up(self) -> None:
         try:
+            self._own_run()
             there = set(self.steps())
         except ours(RemoteError) as error:
             _log.warning("checkpoints of earlier processes are not mirrored: %s", error)
@@ -153,13 +166,17 @@ class Mirror:
         deadline, pause = time.monotonic() + self._timeout, _FIRST_PAUSE
         while True:
             try:
-                self._prune(self._upload(step, metrics))
-                return
+                sizes = self._upload(step, metrics)
+                break
             except ours(RemoteError):
                 if time.monotonic() + pause > deadline:
                     raise
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+        try:
+            self._prune(sizes)
+        except ours(RemoteError, CorruptCheckpointError) as error:  # deletes are refused
+            _log.warning("old checkpoints stay in %s: %s", self._remote.url, error)
 
     def _upload(self, step: int, metrics: Mapping[str, float]) -> dict[str, int]:
         """Copy a file, check its size there, and write its manifest.
@@ -175,26 +192,70 @@ class Mirror:
         with open(self._folder.file(step), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             checksums: list[int] = []
-            self._remote.remove([_manifest_name(name)])
-            self._manifests.pop(step, None)
+            manifest = {"version": 1, "run": self._own_run(), "step": step}
+            self._write_manifest(step, manifest)
             self._remote.put(name, self._read(file.fileno(), checksums), status.st_size)
         sizes = self._remote.sizes()
         if sizes.get(name) != status.st_size:
             text = f"{name} has {sizes.get(name)} of {status.st_size} bytes"
             raise RemoteError(f"{self._remote.url}: {text}")
-        manifest = {
-            "version": 1,
-            "step": step,
+        manifest |= {
             "nbytes": status.st_size,
             "crc32": checksums[-1],
             "written": status.st_mtime,
             "metrics": dict(metrics),
         }
-        data = json.dumps(manifest).encode()
-        self._remote.put(_manifest_name(name), [data], len(data))
-        self._manifests[step] = manifest
+        self._write_manifest(step, manifest)
         self._newest = step if self._newest is None else max(step, self._newest)
-        return {**sizes, _manifest_name(name): len(data)}
+        return sizes
+
+    def _write_manifest(self, step: int, manifest: Mapping[str, Any]) -> None:
+        self._manifests.pop(step, None)
+        self._write(_manifest_name(self._folder.name(step)), json.dumps(manifest))
+        self._manifests[step] = dict(manifest)
+
+    def _write(self, name: str, text: str) -> None:
+        data = text.encode()
+        self._remote.put(name, [data], len(data))
+
+    def _own_run(self) -> str:
+        """Return the identity of this run, which both folders have from now on.
+
+        Raises:
+            RemoteError: the store failed.
+        """
+        if not self._is_known:
+            run = self._run or self._run_here() or uuid.uuid4().hex
+            there = self._run_there()
+            if there != run:
+                if there is not None:
+                    _log.warning(
+                        "%s holds checkpoints of another run than %s: they stay, but those of the "
+                        "same steps are replaced. Give each run its own mirror",
+                        self._remote.url, self._folder.path,
+                    )  # fmt: skip
+                self._write(_RUN, run)
+            self._keep_run(run)
+            self._is_known = True
+        return str(self._run)
+
+    def _run_here(self) -> str | None:
+        try:
+            with open(os.path.join(self._folder.path, _RUN), encoding="utf-8") as file:
+                return file.read() or None
+        except ours(OSError, ValueError):
+            return None
+
+    def _run_there(self) -> str | None:
+        try:
+            return self._bytes_of(_RUN).decode(errors="replace") or None
+        except ours(FileNotFoundError):
+            return None
+
+    def _keep_run(self, run: str) -> None:
+        self._run = run
+        with suppress(OSError), open(os.path.join(self._folder.path, _RUN), "w") as file:
+            file.write(run)
 
     def _read(self, fd: int, checksums: list[int]) -> Iterator[bytes]:
         """Yield a file's bytes at no more than the bandwidth; append their CRC-32 at the end."""
@@ -209,7 +270,7 @@ class Mirror:
         checksums.append(checksum)
 
     def _prune(self, sizes: Mapping[str, int]) -> None:
-        """Remove what no rule keeps, manifests first.
+        """Remove what no rule keeps, and what a killed upload of this run left; manifests last.
 
         A file without a manifest may be the user's, and stays.
 
@@ -220,10 +281,12 @@ class Mirror:
             CorruptCheckpointError: a manifest that the rules need is damaged.
             RemoteError: the store failed.
         """
-        surplus = self._surplus(self._steps_in(sizes))
-        names = [self._folder.name(step) for step in surplus]
-        self._remote.remove(map(_manifest_name, names))
+        mine = [step for step in self._listed(sizes) if self._is_mine(step)]
+        whole = [step for step in mine if self._is_whole(step) and self._folder.name(step) in sizes]
+        kept = {*whole} - {*self._surplus(whole)}
+        names = [self._folder.name(step) for step in mine if step not in kept]
         self._remote.remove(names)
+        self._remote.remove(map(_manifest_name, names))
 
     def _surplus(
         self, steps: Collection[int], added: Mapping[int, Mapping[str, Any]] | None = None
@@ -262,9 +325,8 @@ class Mirror:
         if step not in self._manifests:
             name = _manifest_name(self._folder.name(step))
             try:
-                found = json.loads(b"".join(self._remote.chunks(name)))
+                found = json.loads(self._bytes_of(name))
                 usable = isinstance(found, dict) and found["version"] == 1
-                usable = usable and {"nbytes", "crc32", "written", "metrics"} <= found.keys()
             except ours(ValueError, KeyError):
                 usable = False
             if not usable:
@@ -272,44 +334,100 @@ class Mirror:
             self._manifests[step] = found
         return self._manifests[step]
 
+    def _is_mine(self, step: int) -> bool:
+        """Return whether a manifest is of this run, or damaged."""
+        try:
+            return self._run is None or self._manifest(step).get("run") == self._run
+        except ours(FileNotFoundError):
+            return False
+        except ours(CorruptCheckpointError):
+            return True
+
+    def _is_whole(self, step: int) -> bool:
+        """Return whether the upload of a checkpoint came to its end, or its manifest is damaged."""
+        try:
+            return self._manifest(step).keys() >= _WHOLE
+        except ours(CorruptCheckpointError):
+            return True
+
+    def _bytes_of(self, name: str) -> bytes:
+        found = self._object(name)
+        return found.read_at(0, found.size)
+
+    def _object(self, name: str) -> RemoteSource:
+        return RemoteSource(f"{self._remote.url.rstrip('/')}/{name}", self._timeout / 2)
+
     # -- downloads -------------------------------------------------------------------------------
 
-    def steps(self) -> list[int]:
-        """Return the steps of the checkpoints in the remote folder, the last one first.
+    def steps(self, alive: Callable[[], object] = bool) -> list[int]:
+        """Return the steps of this run's checkpoints in the remote folder, the last one first.
+
+        Of a local folder that has no run yet, the run is the last one that used the remote folder.
+
+        Args:
+            alive: called between requests.
 
         Raises:
             RemoteError: the store failed.
         """
-        return self._steps_in(self._remote.sizes())
+        self._run = self._run or self._run_here() or self._run_there()
+        sizes = self._remote.sizes()
+        found = []
+        for step in self._listed(sizes):
+            alive()
+            is_there = self._folder.name(step) in sizes
+            if is_there and self._is_mine(step) and self._is_whole(step):
+                found.append(step)
+        return found
 
-    def _steps_in(self, sizes: Mapping[str, int]) -> list[int]:
-        found = ((name, self._folder.step_of(name)) for name in sizes)
-        steps = [one for name, one in found if one is not None and _manifest_name(name) in sizes]
-        return sorted(steps, reverse=True)
+    def _listed(self, sizes: Mapping[str, int]) -> list[int]:
+        """Return the steps that have a manifest, the last one first."""
+        found = (self._folder.step_of(name.removesuffix(_MANIFEST)) for name in sizes)
+        steps = {step for step in found if step is not None}
+        return sorted(
+            (one for one in steps if _manifest_name(self._folder.name(one)) in sizes), reverse=True
+        )
 
-    def fetch(self, step: int) -> None:
+    def fetch(self, step: int, alive: Callable[[], object]) -> None:
         """Download a checkpoint into the local folder, which has it whole or not at all.
 
+        Parts of it are requested at the same time.
+
+        Args:
+            alive: called about once a second.
+
         Raises:
-            FileNotFoundError: the remote folder has no checkpoint of this step.
+            FileNotFoundError: the remote folder has no checkpoint of this step and run.
             CorruptCheckpointError: its bytes are not those that were uploaded.
             RemoteError: the store failed.
             WriteError: the local file cannot be written.
         """
         self._manifests.pop(step, None)
-        manifest = self._manifest(step)
-        name = self._folder.name(step)
+        self._run = self._run or self._run_here() or self._run_there()
+        manifest, name = self._manifest(step), self._folder.name(step)
+        if not (self._is_mine(step) and self._is_whole(step)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         os.makedirs(self._folder.path, exist_ok=True)
         checksum = nbytes = 0
-        with FastFileWriter(self._folder.file(step)) as file:
-            for data in self._remote.chunks(name):
+        with (
+            FastFileWriter(self._folder.file(step)) as file,
+            ReadAhead(self._object(name), alive) as there,
+        ):
+            while data := there.read(_CHUNK):
                 checksum, nbytes = crc32(data, checksum), nbytes + len(data)
                 file.write(data)
+                alive()
             problem = crc_mismatch(checksum, manifest["crc32"])
             if nbytes != manifest["nbytes"]:
                 problem = f"it has {nbytes} bytes, not {manifest['nbytes']}"
             if problem is not None:
                 raise CorruptCheckpointError(problem, path=f"{self._remote.url}/{name}")
+        if self._run_here() is None and self._run is not None:
+            self._keep_run(self._run)
+            _log.warning(
+                "%s: step %d is downloaded from %s; a new run needs a mirror of its own",
+                self._folder.path, step, self._remote.url,
+            )  # fmt: skip
 
 
 def _in_child() -> None:
@@ -322,4 +440,4 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def _manifest_name(name: str) -> str:
-    return f"{name}.json"
+    return name + _MANIFEST

@@ -84,7 +84,7 @@ class SingleProcess:
     ) -> AbstractContextManager[Any]:
         """Return a context: what its body raises on one rank is raised on all of them.
 
-        Its value has `decide`.
+        Its value has `decide` and `alive`.
 
         Args:
             call: what all ranks have to be doing.
@@ -95,6 +95,9 @@ class SingleProcess:
     def decide(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
         """Give the main process the values of all ranks; return what it makes of them, on all."""
         return decision([value])
+
+    def alive(self) -> None:
+        """Show other ranks that this one is alive: to be called during long work."""
 
     def prepare(self, folder: CheckpointFolder) -> None:
         """Create and lock the folder.

@@ -119,7 +119,7 @@ def test_a_run_goes_on_from_the_bucket(tmp_path: Path, proxy: type[Proxy], faili
             weight.fill_(step)
             checkpointer.save(step)
             checkpointer.wait()
-    copies = sorted(remote_folder(url, 60.0).sizes())
+    copies = sorted({*remote_folder(url, 60.0).sizes()} - {".fastserial.run"})
     names = [f"step-0000000{step}.pt" for step in (3, 4)]
     assert copies == sorted([*names, *(f"{name}.json" for name in names)])
     expected = (local / names[-1]).read_bytes()

@@ -309,9 +309,9 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> str:
 
 
 def names(folder: Path) -> list[str]:
-    """Return the names in a folder but the lock's; none before the first save has made it."""
+    """Return the names of checkpoints in a folder; none before the first save has made it."""
     there = os.listdir(folder) if folder.exists() else []
-    return sorted(name for name in there if name != ".fastserial.lock")
+    return sorted(name for name in there if not name.startswith(".fastserial."))
 
 
 class Life:

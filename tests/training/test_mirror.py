@@ -21,6 +21,7 @@ from support.lives import names
 import fastserial
 from fastserial import Checkpointer
 from fastserial.errors import RemoteError
+from fastserial.files.remote import RemoteSource
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("obstore")
@@ -74,7 +75,8 @@ def remote(tiers: Tiers) -> Any:
 
 def there(tiers: Tiers) -> list[str]:
     files, root = remote(tiers)
-    return sorted(os.path.basename(path) for path in files.find(root))
+    found = (os.path.basename(path) for path in files.find(root))
+    return sorted(name for name in found if not name.startswith(".fastserial."))
 
 
 def test_the_copies_are_the_files_and_the_same_rules_keep_them(tiers: Tiers) -> None:
@@ -168,6 +170,93 @@ def test_what_a_killed_process_left_is_copied_later(tmp_path: Path) -> None:
     assert there(tiers) == objects(1, 2, 3)
 
 
+def test_what_a_killed_upload_left_is_removed(tiers: Tiers) -> None:
+    tiers.save(1, 2)
+    files, root = remote(tiers)
+    manifest = json.loads(files.cat_file(f"{root}/{file(2)}.json"))
+    begun = {key: manifest[key] for key in ("version", "run", "step")}
+    files.pipe_file(f"{root}/{file(2)}.json", json.dumps(begun).encode())
+    shutil.rmtree(tiers.local)
+    assert tiers.resumed() == 1
+    tiers.save(3)
+    assert there(tiers) == objects(1, 3)
+
+
+def test_another_runs_checkpoints_are_neither_resumed_nor_removed(
+    tiers: Tiers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers.save(998, 999, 1000)
+    other = Tiers(tmp_path / "other", tiers.url)
+    other.save(1, 2, 1001)
+    assert "holds checkpoints of another run" in caplog.text
+    assert there(tiers) == sorted(objects(2, 999, 1000, 1001))
+    for step in (2, 1001):
+        (other.local / file(step)).unlink()
+    files, root = remote(tiers)
+    files.rm_file(f"{root}/{file(1001)}.json")
+    assert other.resumed() == 2  # of its own run
+    with other.open() as checkpointer, pytest.raises(FileNotFoundError):
+        checkpointer.resume(step=1000)
+    caplog.clear()
+    (tmp_path / "machine").mkdir()
+    machine = Tiers(tmp_path / "machine", tiers.url)
+    assert machine.resumed() == 2  # of the run that used the mirror last
+    assert "a new run needs a mirror of its own" in caplog.text
+    (tiers.local / file(1000)).unlink()
+    assert tiers.resumed() == 1000
+
+
+def test_a_bucket_that_refuses_deletes_has_each_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = Tiers(tmp_path, f"file://{tmp_path}/remote")
+    checkpointer = tiers.open()
+    assert checkpointer._mirror is not None
+    folder, written = checkpointer._mirror._remote, []
+    put = folder.put
+
+    def counted(name: str, *more: Any) -> None:
+        written.append(name)
+        put(name, *more)
+
+    def refused(names: Any) -> None:
+        if list(names):
+            raise RemoteError("AccessDenied")
+
+    monkeypatch.setattr(folder, "put", counted)
+    monkeypatch.setattr(folder, "remove", refused)
+    with checkpointer:
+        for step in (1, 2, 3, 3):
+            checkpointer.save(step)
+            checkpointer.wait()
+            checkpointer._mirror.close()
+    assert [name for name in written if name.endswith(".pt")] == list(map(file, (1, 2, 3, 3)))
+    assert names(tiers.local) == [file(2), file(3)]
+    assert there(tiers) == objects(1, 2, 3)
+    assert "old checkpoints stay in" in caplog.text
+
+
+def test_parts_of_a_file_are_downloaded_at_the_same_time(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers.weight = torch.zeros(6_000_000)
+    tiers.save(1)
+    shutil.rmtree(tiers.local)
+    at_once = [0]
+    read_to = RemoteSource.read_to
+
+    def counted(self: RemoteSource, view: memoryview, *more: Any) -> None:
+        at_once[0] += 1
+        at_once.append(at_once[0])
+        time.sleep(0.1)
+        read_to(self, view, *more)
+        at_once[0] -= 1
+
+    monkeypatch.setattr(RemoteSource, "read_to", counted)
+    assert tiers.resumed() == 1
+    assert max(at_once) > 1
+
+
 def test_a_mirror_that_fails_costs_no_checkpoint(tmp_path: Path) -> None:
     tiers = Tiers(tmp_path, f"file://{tmp_path}/blocked/remote")
 
@@ -196,9 +285,10 @@ def test_a_mirror_that_fails_costs_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_all_ranks_resume_from_what_one_downloads(tmp_path: Path) -> None:
+    """Also if a download takes longer than the time after which a rank counts as lost."""
     url = f"file://{tmp_path}/remote"
     for out in ranks.run("ranks_mirror", 2, tmp_path / "run", url):
-        assert out.splitlines() == ["4 [4.0]", "3 [3.0]"]
+        assert out.splitlines() == ["4 [4.0]", "3 [3.0]", "3 [3.0]"]
 
 
 def test_what_opens_no_url(tmp_path: Path) -> None:
