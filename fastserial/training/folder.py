@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from fastserial.config import current
 from fastserial.errors import (
     CheckpointFileError,
     ConfigError,
@@ -24,6 +25,7 @@ from fastserial.errors import (
     RemoteError,
 )
 from fastserial.files import temporary
+from fastserial.files.durable import make_folder
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip_format import read_directory
 from fastserial.interrupts import Descriptors, ours, suppress
@@ -131,7 +133,7 @@ class CheckpointFolder:
             ConfigError: another process, or another object of this process, saves here.
             OSError: the folder cannot be created.
         """
-        os.makedirs(self.path, exist_ok=True)
+        make_folder(self.path, current().durable)
         path = os.path.realpath(self.path)
         holder = _holders.get(path)
         if holder is self:

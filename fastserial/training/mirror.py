@@ -23,7 +23,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from fastserial.checksums import crc32, crc_mismatch
+from fastserial.config import current
 from fastserial.errors import CorruptCheckpointError, RemoteError
+from fastserial.files.durable import make_folder
 from fastserial.files.remote import ReadAhead, RemoteSource, remote_folder
 from fastserial.interrupts import Locked, ours, suppress
 from fastserial.saving.writer import FastFileWriter
@@ -407,7 +409,7 @@ class Mirror:
         manifest, name = self._manifest(step), self._folder.name(step)
         if not (self._is_mine(step) and self._is_whole(step)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-        os.makedirs(self._folder.path, exist_ok=True)
+        make_folder(self._folder.path, current().durable)
         checksum = nbytes = 0
         with (
             FastFileWriter(self._folder.file(step)) as file,
