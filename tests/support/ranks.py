@@ -109,6 +109,14 @@ class Job:
         path = self.folder / f"{rank}.out"
         return path.read_text() if path.exists() else ""
 
+    def await_text(self, text: str, timeout: float = 60) -> None:
+        """Wait until all ranks have printed something."""
+        until = time.monotonic() + timeout
+        while not all(text in self.out(rank) for rank in range(self.count)):
+            if (self.folder / "codes").exists() or time.monotonic() > until:
+                raise AssertionError(f"{text!r} is not printed: {self.wait(0)}")
+            time.sleep(0.005)
+
     def kill_somewhere(
         self, first: Path, chance: random.Random, timeout: float, within: float = 1
     ) -> Killed:
