@@ -78,7 +78,7 @@ def faults(session: nox.Session) -> None:
     if missing:
         install_packages(session, *missing)
     install(session, TORCH, "test")
-    session.install("fusepy", "atheris")
+    session.install("atheris")
     table = Path(session.create_tmp()) / "faults.md"
     table.unlink(missing_ok=True)
     session.run(

@@ -5,6 +5,7 @@
 --volatile         a device with a write cache: files read back what was written, but only what was
                    synced is on the medium. Writing the name of a file into `/.cut` makes a copy
                    of the medium there, with a random part of the cache: a power cut
+--recording       writes and syncs go to the file `FOLDER.log`, and what is written into `/.mark`
 
 As an object store's:
 
@@ -23,6 +24,7 @@ import errno
 import os
 import random
 import shutil
+import struct
 import subprocess
 import threading
 from pathlib import Path
@@ -32,6 +34,8 @@ from fuse import FUSE, FuseOSError, Operations
 
 _SECTOR = 512
 _CUT = "/.cut"
+_MARK = "/.mark"
+RECORD = struct.Struct("<cQI")  # of a log: write, flush (sync) or mark; offset, number of bytes
 
 
 class Mirror(Operations):  # type: ignore[misc]
@@ -159,6 +163,32 @@ class Volatile(Mirror):
                             os.pwrite(copy.fileno(), data[at : at + _SECTOR], offset + at)
 
 
+class Recording(Mirror):
+    """Keeps a log of what a disk is told; `disk_states.read_log` reads it."""
+
+    def __init__(self, folder: str, options: argparse.Namespace) -> None:
+        super().__init__(folder, options)
+        self._lock = threading.Lock()
+        self._log = open(folder + ".log", "wb", buffering=0)  # noqa: SIM115
+        Path(folder + _MARK).touch()
+
+    def _note(self, kind: bytes, offset: int, data: bytes) -> None:
+        self._log.write(RECORD.pack(kind, offset, len(data)) + data)
+
+    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        with self._lock:
+            if path == _MARK:
+                self._note(b"M", 0, data)
+                return len(data)
+            self._note(b"W", offset, data)
+            return os.pwrite(fh, data, offset)
+
+    def fsync(self, path: str, datasync: int, fh: int) -> None:
+        with self._lock:
+            if path != _MARK:
+                self._note(b"F", 0, b"")
+
+
 class Store(Mirror):
     """As an object store: refuses what the options say."""
 
@@ -223,7 +253,7 @@ class Store(Mirror):
         super().chmod(path, mode)
 
 
-_SWITCHES = ("no-direct", "failing", "volatile")
+_SWITCHES = ("no-direct", "failing", "volatile", "recording")
 _OF_STORES = ("sequential", "no-rename", "no-replace", "no-sync")
 
 
@@ -235,7 +265,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
     given = (getattr(options, name.replace("-", "_")) for name in _OF_STORES)
-    kind = Volatile if options.volatile else Store if any(given) else Mirror
+    kind = Store if any(given) else Mirror
+    if options.volatile or options.recording:
+        kind = Volatile if options.volatile else Recording
     # a file that a store empties is told of with its `open`
     more = {"atomic_o_trunc": True} if kind is Store else {}
     FUSE(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ctypes.util
 import os
 import shutil
 import subprocess
@@ -165,8 +166,8 @@ class Lab:
         run(*_MKFS[kind], device)
         return self.mount(device, kind, *options)
 
-    def mkfs(self, kind: str, device: str | Path) -> None:
-        run(*_MKFS[kind], device)
+    def mkfs(self, kind: str, device: str | Path, *options: str) -> None:
+        run(*_MKFS[kind], *options, device)
 
     def bind(self, source: Path, where: Path) -> None:
         """Mount a file over another."""
@@ -189,7 +190,9 @@ class Lab:
     def mirror(self, folder: Path, *options: str) -> Path:
         """Mount `mirror.py`, a FUSE file system in Python, over a folder."""
         need("fusermount")
-        pytest.importorskip("fuse", reason="needs fusepy (pip install fusepy) and libfuse2")
+        if ctypes.util.find_library("fuse") is None:
+            pytest.skip("needs libfuse (apt-get install libfuse2)")
+        pytest.importorskip("fuse", reason="needs fusepy (pip install fusepy)")
         where = self._new("fuse")
         where.mkdir()
         process = processes.start(_MIRROR, folder, where, *options, stdin=None, stdout=None)
