@@ -6,7 +6,7 @@ The host and its disk are gone: what resumes has nothing but the store.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +14,44 @@ import pytest
 import torch
 
 import fastserial
+from fastserial.files.remote import remote_folder
 from fastserial.training import mirror
 
+pytest.importorskip("obstore")
 Objects = dict[str, bytes]
 
 
-class Store:
-    """Objects in memory, and what there was after each change (`states`)."""
+class Watched:
+    """A remote folder that is a local one, and what there was after each change (`states`)."""
 
-    url = "memory://store"
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.url = folder.as_uri()
+        self._folder = folder
+        self._real = remote_folder(self.url, 10.0, create=True)
+        self.states: list[Objects] = [{}]
 
-    def __init__(self, objects: Objects | None = None) -> None:
-        self.objects = dict(objects or {})
-        self.states: list[Objects] = [dict(self.objects)]
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
-    def sizes(self) -> dict[str, int]:
-        return {name: len(data) for name, data in self.objects.items()}
+    def objects(self) -> Objects:
+        return {path.name: path.read_bytes() for path in self._folder.iterdir()}
 
     def put(self, name: str, chunks: Iterable[bytes], nbytes: int) -> None:
-        self.objects[name] = b"".join(map(bytes, chunks))
-        self.states.append(dict(self.objects))
-
-    def chunks(self, name: str) -> Iterator[bytes]:
-        if name not in self.objects:
-            raise FileNotFoundError(name)
-        yield self.objects[name]
+        self._real.put(name, chunks, nbytes)
+        self.states.append(self.objects())
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects: any of them first."""
-        there = [name for name in names if name in self.objects]
-        before = dict(self.objects)
+        before = self.objects()
+        there = [name for name in names if name in before]
         for count in range(1, len(there) + 1):
             for gone in itertools.combinations(there, count):
                 self.states.append({key: one for key, one in before.items() if key not in gone})
-        for name in there:
-            del self.objects[name]
+        self._real.remove(there)
 
 
-def run(folder: Path, store: Store, patch: pytest.MonkeyPatch, steps: range) -> None:
+def run(folder: Path, store: Watched, patch: pytest.MonkeyPatch, steps: range) -> None:
     """Save steps."""
     patch.setattr(mirror, "remote_folder", lambda *_, **__: store)
     weight = torch.zeros(1000)
@@ -65,10 +65,16 @@ def run(folder: Path, store: Store, patch: pytest.MonkeyPatch, steps: range) -> 
 
 def resumed(folder: Path, objects: Objects, patch: pytest.MonkeyPatch) -> Any:
     """Return the step from which a run goes on that has the store alone, or the error."""
-    patch.setattr(mirror, "remote_folder", lambda *_, **__: Store(objects))
+    patch.undo()
+    remote = folder / "remote"
+    remote.mkdir(parents=True)
+    for name, data in objects.items():
+        (remote / name).write_bytes(data)
     weight = torch.zeros(1000)
     try:
-        with fastserial.Checkpointer(folder, {"weight": weight}, mirror=Store.url) as saver:
+        with fastserial.Checkpointer(
+            folder / "run", {"weight": weight}, mirror=remote.as_uri()
+        ) as saver:
             step = saver.resume()
     except (OSError, fastserial.FastserialError) as error:
         return type(error).__name__
@@ -77,7 +83,7 @@ def resumed(folder: Path, objects: Objects, patch: pytest.MonkeyPatch) -> Any:
 
 def problems(folder: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[str]]:
     """Return the number of states, and what is wrong with any: a run goes back."""
-    store = Store()
+    store = Watched(folder / "remote")
     run(folder / "run", store, patch, range(1, 5))
     run(folder / "again", store, patch, range(5, 7))
     newest, distinct, wrong = 0, [], []
