@@ -158,7 +158,9 @@ def _part(value: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise LoadMismatchError(f"under key={key!r} is a {type(value).__name__}, not a state_dict")
     state: OrderedDict[str, Any] = OrderedDict(
-        (name[len(rest) :], item) for name, item in value.items() if str(name).startswith(rest)
+        (name[len(rest) :] if rest else name, item)
+        for name, item in value.items()
+        if not rest or (type(name) is str and name.startswith(rest))
     )
     versions = _versions_of(value)
     if versions is not None:

@@ -20,6 +20,14 @@ _LITTLE = 1024 * 1024  # or up to so many more
 _MORE = 8 * 1024 * 1024  # bytes kept beyond the most that was in use at a time
 _SHARE = 2  # without a budget, copies take at most one part in so many of the memory that is free
 
+# How many ranks a launcher started on this node: torchrun, Open MPI, MPICH and Intel MPI, Slurm.
+_LAUNCHED = (
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_STEP_TASKS_PER_NODE",
+)
+
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -130,9 +138,8 @@ class Staging:
         """Return how many ranks of the job share this node's memory; all if it is unknown."""
         if self.ranks_of_node:
             return self.ranks_of_node
-        launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
-        if launched.isdecimal() and int(launched):
-            return int(launched)
+        if launched := _launched_here():
+            return launched
         used = torch.distributed.is_available() and torch.distributed.is_initialized()
         return torch.distributed.get_world_size() if used else 1
 
@@ -149,6 +156,16 @@ class Staging:
         self._free.clear()
         self._used.clear()
         self._most_in_use = 0
+
+
+def _launched_here() -> int:
+    """Return how many ranks were launched on this node, as the launcher says; 0 if it does not."""
+    for name in _LAUNCHED:
+        # Slurm's is "2(x3),1": of a node that is not known, the most.
+        counts = (text.partition("(")[0] for text in os.environ.get(name, "").split(","))
+        if found := max((int(count) for count in counts if count.isdecimal()), default=0):
+            return found
+    return 0
 
 
 def _size(region: HostRegion) -> int:

@@ -264,7 +264,7 @@ _holders: weakref.WeakValueDictionary[str, CheckpointFolder] = weakref.WeakValue
 def _open_lock(folder: str) -> int | None:
     """Return the lock file's descriptor, locked; None where files cannot be locked.
 
-    The file is never removed: another process may have just opened it.
+    The file is never removed here: another process may have just opened it.
 
     Raises:
         ConfigError: it is locked.
@@ -286,7 +286,10 @@ def _open_lock(folder: str) -> int | None:
             owner = os.pread(fd, 300, 0)
         _close_lock(fd)
         named = f"process {owner.decode(errors='replace')}" if owner else "another process"
-        raise _in_use(folder, named, "end that process") from None
+        remedy, host = "end that process", named.partition(" on ")[2]
+        if host != os.uname().nodename:  # NFS 3 may keep the locks of a host that crashed
+            remedy += f". If its host is gone and its lock has stayed, remove {path}"
+        raise _in_use(folder, named, remedy) from None
     except ours(OSError):
         _close_lock(fd)
         return None

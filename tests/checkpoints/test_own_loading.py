@@ -70,3 +70,15 @@ def test_what_torch_refuses(strict: bool, tmp_path: Path) -> None:
         left = load_into(target, tmp_path / "a.pt", strict=False)
         assert "1.running_mean" in left.missing_keys
         assert left.unexpected_keys == ["x"]
+
+
+def test_integers_beside_a_module_are_left_out(tmp_path: Path) -> None:
+    """Beside keys that begin with the name of a part."""
+    saved = norm()
+    flat = {
+        f"model.{name}": one for name, one in without("num_batches")(saved.state_dict()).items()
+    }
+    torch.save({7: torch.ones(2), **flat}, tmp_path / "a.pt")
+    ours = spoilt(norm())
+    load_into(ours, tmp_path / "a.pt", key="model")
+    assert torch.equal(ours[0].weight, saved[0].weight)  # type: ignore[index]

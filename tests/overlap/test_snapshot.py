@@ -16,7 +16,7 @@ from test_pending import bytes_of
 
 import fastserial
 from fastserial.errors import StorageChangedError
-from fastserial.overlap import snapshot
+from fastserial.overlap import snapshot, staging
 
 
 @pytest.mark.parametrize("budget", [0, 800_000])
@@ -99,3 +99,24 @@ def test_what_a_lazy_module_does_not_have_yet(tmp_path: Path) -> None:
         found = torch.load(tmp_path / name, weights_only=False)
         assert torch.nn.parameter.is_lazy(found["lazy"]["weight"])
         assert found["x"].sum() == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LOCAL_WORLD_SIZE", "4"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "4"),
+        ("MPI_LOCALNRANKS", "4"),
+        ("SLURM_STEP_TASKS_PER_NODE", "2,4(x3)"),
+        ("SLURM_STEP_TASKS_PER_NODE", "one"),
+    ],
+)
+def test_the_memory_of_a_node_is_divided_by_its_ranks(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the launcher counts them: srun and mpirun do not set torchrun's variable."""
+    monkeypatch.setattr(staging, "available_bytes", lambda: 80_000)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv(name, value)
+    room = staging.Staging()._room(None)
+    assert room == (40_000 if value == "one" else 10_000)

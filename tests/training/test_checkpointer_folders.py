@@ -215,6 +215,23 @@ def test_a_lock_whose_owner_cannot_be_written(
     assert len(closed) == 2
 
 
+def test_the_lock_of_a_host_that_is_gone_can_be_removed(tmp_path: Path) -> None:
+    """On NFS 3 it may outlive the host: here a descriptor keeps it."""
+    lock = tmp_path / ".fastserial.lock"
+    with lock.open("w") as file:
+        file.write("7 on another-host")
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with Checkpointer(tmp_path, {"x": 1}) as checkpointer:
+            with pytest.raises(ConfigError, match=f"7 on another-host.* is gone.*remove {lock}"):
+                checkpointer.save(1)
+            lock.write_text(f"7 on {os.uname().nodename}")
+            with pytest.raises(ConfigError, match=r"end that process$"):
+                checkpointer.save(1)
+            lock.unlink()
+            checkpointer.save(1)
+
+
 def test_a_run_in_the_folder_of_another(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, {"n": 0}, keep=10) as checkpointer:
         for step in (5, 15, 28, 35):
