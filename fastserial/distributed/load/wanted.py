@@ -8,19 +8,17 @@ want follows from its mesh. A `FlatShard` is known to its rank alone: its ranges
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fastserial.distributed.layout.slabs import Slab, indices_with, slab_at
 from fastserial.distributed.plan.matching import TensorMatch
 from fastserial.distributed.ranks.distinct import FromRanks
-from fastserial.distributed.sharding.boxes import Box, boxes_of_range
+from fastserial.distributed.sharding.boxes import Box, boxes_of_range, runs_of
 from fastserial.distributed.sharding.grid import Grid
 from fastserial.distributed.sharding.pieces import Flat, Mesh, Split, boxes_at
 
-_WHOLE, _RANGES = b"[]", b"null"  # in place of a mesh
-_BITS = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
+_RANGES = "[]"  # in place of a placement
 
 
 @dataclass(eq=False)
@@ -140,35 +138,14 @@ def texts_of(jobs: Iterable[TensorMatch], grids: Mapping[int, Grid]) -> list[byt
         key = None if held is None else (id(held.grids[0]), held.shape, held.splits)
         meshes[key] = held
         numbers.setdefault(key, set()).add(number)
-    joined: dict[bytes, set[int]] = {}
+    texts: dict[str, set[int]] = {}
     for which, mesh in meshes.items():
-        text = _WHOLE
-        if mesh is not None:
-            text = json.dumps([mesh.shape, mesh.splits, mesh.grids[0]]).encode()
-        joined.setdefault(text, set()).update(numbers[which])
-    found = [text + b"\n" + bits_of(some) for text, some in joined.items()]
+        placement = (mesh.shape, mesh.splits, mesh.grids[0]) if mesh is not None else None
+        texts.setdefault(json.dumps(placement), set()).update(numbers[which])
+    found = [f"{text}\n{json.dumps(runs_of(some))}" for text, some in texts.items()]
     if ranges:
-        flat = array("q", [value for one in sorted(ranges) for value in one])
-        found.append(_RANGES + b"\n" + flat.tobytes())
-    return found
-
-
-def bits_of(numbers: Iterable[int]) -> bytes:
-    """Return a set of numbers as bytes, in which bit n is number n."""
-    found = bytearray()
-    for number in numbers:
-        at = number >> 3
-        if at >= len(found):
-            found.extend(bytes(at + 1 - len(found)))
-        found[at] |= 1 << (number & 7)
-    return bytes(found)
-
-
-def numbers_in(bits: bytes) -> Iterator[int]:
-    """Yield the numbers of a set, see `bits_of`."""
-    for at, byte in enumerate(bits):
-        for bit in _BITS[byte]:
-            yield 8 * at + bit
+        found.append(f"{_RANGES}\n{json.dumps(sorted(ranges))}")
+    return [text.encode() for text in found]
 
 
 @dataclass(eq=False)
@@ -204,29 +181,29 @@ def demands_of(found: Iterable[FromRanks]) -> Mapping[int, tuple[Demand, ...]]:
         found: what they say, see `texts_of`.
     """
     ranges = Demand(None, ())
-    alike: dict[tuple[object, bytes], _Alike] = {}
+    alike: dict[tuple[object, str], _Alike] = {}
     for text, ranks in found:
-        head, _, data = text.partition(b"\n")
+        head, _, data = text.decode().partition("\n")
         if head == _RANGES:
-            values = array("q", data)
-            for number, first, stop in zip(values[::3], values[1::3], values[2::3], strict=True):
+            for number, first, stop in json.loads(data):
                 some = ranges.ranges.setdefault(number, [])
                 some += [(rank, first, stop) for rank in ranks]
             continue
-        shape, splits, grid = json.loads(head) or ((), (), ())
+        shape, splits, grid = json.loads(head) or ((), (), ranks)
         mesh = Mesh(tuple(shape), (), tuple([Split(*one) for one in splits]))
         wanting = set(ranks)
         same = alike.setdefault((mesh, data), _Alike())
         if all(split.dim is None for split in mesh.splits):
-            same.whole |= wanting if head == _WHOLE else wanting.intersection(grid)
+            same.whole |= wanting.intersection(grid)
         else:
             held = tuple([rank if rank in wanting else -1 for rank in grid])
             same.grids.setdefault(mesh, []).append(held)
     every = list(alike.values())
     which: dict[int, list[int]] = {}
-    for at, (_, bits) in enumerate(alike):
-        for number in numbers_in(bits):
-            which.setdefault(number, []).append(at)
+    for at, (_, runs) in enumerate(alike):
+        for first, stop in json.loads(runs):
+            for number in range(first, stop):
+                which.setdefault(number, []).append(at)
     for number in ranges.ranges:
         which.setdefault(number, []).append(-1)
     made: dict[tuple[int, ...], tuple[Demand, ...]] = {}

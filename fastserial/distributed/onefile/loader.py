@@ -21,18 +21,13 @@ from fastserial.checksums import crc_mismatch, joined_crc
 from fastserial.config import Config
 from fastserial.distributed.load.read_plan import ReadPlan
 from fastserial.distributed.load.reader import Flow, divided_jobs, grids_of, read_odd
-from fastserial.distributed.load.wanted import (
-    Demands,
-    bits_of,
-    demands_of,
-    numbers_in,
-    texts_of,
-)
+from fastserial.distributed.load.wanted import Demands, demands_of, texts_of
 from fastserial.distributed.plan.matching import Match, file_leaves, path_name, unused
 from fastserial.distributed.ranks.call import call_of
 from fastserial.distributed.ranks.distinct import gather_distinct
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.reading.part_reader import PartReader
+from fastserial.distributed.sharding.boxes import runs_of
 from fastserial.distributed.sharding.file_index import (
     FileIndex,
     FileTensor,
@@ -49,7 +44,7 @@ from fastserial.memory.held_settings import paused_collection
 from fastserial.nests import Path
 from fastserial.reports import LoadReport, RankReport, publish_load
 
-_FOUND, _WANTED = b"?", b"="  # what texts of the ranks begin with
+_FOUND = b"found"  # what a rank says of its comparison begins with that
 _Texts = tuple[Sequence[str], Sequence[int]]  # texts, and the ranks that have them
 _SHOWN = 20  # keys, and mismatches, that an error names
 _RACES = 8  # so often the file may be replaced while the ranks open it
@@ -201,14 +196,18 @@ class LoadTask:
         """
         match, names = self._match, [path_name(where) for where, _ in leaves]
         call = self._broadcast, self._strict, self._config.verify_on_load
-        rest = bits_of(unused(leaves, match.used)).hex()
+        rest = runs_of(unused(leaves, match.used))
         mine = json.dumps([match.missing, match.problems, call, rest]).encode()
-        found = gather_distinct(self._traffic, [_FOUND + mine, *(_WANTED + one for one in wanted)])
-        self._wanted = [one._replace(text=one.text[1:]) for one in found if one.text[:1] == _WANTED]
-        every = [(*json.loads(text[1:]), ranks) for text, ranks in found if text[:1] == _FOUND]
+        found = gather_distinct(self._traffic, [_FOUND + mine, *wanted])
+        self._wanted = [one for one in found if not one.text.startswith(_FOUND)]
+        every = [
+            (*json.loads(text.removeprefix(_FOUND)), ranks)
+            for text, ranks in found
+            if text.startswith(_FOUND)
+        ]
         unexpected = set(range(len(names)))
-        for *_, bits, _ in every:
-            unexpected.intersection_update(numbers_in(bytes.fromhex(bits)))
+        for *_, runs, _ in every:
+            unexpected.intersection_update(number for run in runs for number in range(*run))
         extra = [names[number] for number in sorted(unexpected)]
         self._unexpected = tuple(extra)
         problems = [(texts, ranks) for _, texts, *_, ranks in every]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fastserial.distributed.ranks.group import Traffic
-from fastserial.distributed.sharding.boxes import joined
+from fastserial.distributed.sharding.boxes import runs_of
 
 _DIGEST = 16  # bytes
 
@@ -27,7 +27,7 @@ class _Holders(NamedTuple):
     """Ranks that have a text, as first ones and ends; None: all of them."""
 
     digest: bytes
-    runs: tuple[tuple[int, int], ...] | None
+    runs: list[tuple[int, int]] | None
 
 
 def gather_distinct(traffic: Traffic, texts: Sequence[bytes]) -> list[FromRanks]:
@@ -50,7 +50,7 @@ def gather_distinct(traffic: Traffic, texts: Sequence[bytes]) -> list[FromRanks]
         mine |= {
             digest: zlib.decompress(text) for digest, text in others.items() if digest not in mine
         }
-    everyone = ((0, traffic.size),)
+    everyone = [(0, traffic.size)]
     return [
         FromRanks(mine[digest], [rank for run in runs or everyone for rank in range(*run)])
         for digest, runs in found
@@ -68,14 +68,9 @@ def _holders(every: Sequence[Sequence[bytes]]) -> list[_Holders]:
         for digest in digests:
             ranks.setdefault(digest, []).append(rank)
     return [
-        _Holders(digest, None if len(some) == len(every) else _runs(some))
+        _Holders(digest, None if len(some) == len(every) else runs_of(some))
         for digest, some in ranks.items()
     ]
-
-
-def _runs(ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return first ranks and ends of consecutive ones."""
-    return tuple(joined((rank, rank + 1) for rank in ranks))
 
 
 def _joined(every: Sequence[dict[bytes, bytes]]) -> dict[bytes, bytes]:

@@ -129,3 +129,8 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         elif first < stop:
             found.append((first, stop))
     return found
+
+
+def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return numbers as first ones and ends of consecutive ones."""
+    return joined((number, number + 1) for number in numbers)
