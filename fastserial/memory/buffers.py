@@ -19,7 +19,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastserial.config import PAST_HOST, Config, current
@@ -28,7 +28,7 @@ from fastserial.errors import EngineError
 from fastserial.interrupts import Locked, cleanup, finish, finish_after, ours, suppress
 from fastserial.memory import devices
 from fastserial.memory.devices import Pinned
-from fastserial.memory.storages import StorageMemory, memmove
+from fastserial.memory.storages import DeviceMemory, memmove
 from fastserial.reports import HOST_ONLY, Transfer
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class Ring(BufferPool):
         self.arrive(buffer)
         return buffer
 
-    def fetch(self, buffer: Buffer, pieces: Iterable[tuple[int, StorageMemory, int, int]]) -> None:
+    def fetch(self, buffer: Buffer, pieces: Iterable[tuple[int, DeviceMemory, int, int]]) -> None:
         """Start copies from devices to a buffer.
 
         Args:
@@ -177,16 +177,26 @@ class Ring(BufferPool):
         Raises:
             StorageChangedError: a storage was resized.
         """
-        used: dict[torch.device, list[torch.Tensor]] = {}
-        try:
+
+        def views() -> Iterator[tuple[int, torch.Tensor]]:
             for at, memory, start, length in pieces:
                 memory.check()
-                used.setdefault(memory.device, []).append(memory.whole)
-                source = memory.whole[start : start + length]
-                self._streams[memory.device].fetch(source, self._host(buffer.address + at, length))
+                for first, view in memory.views(start, length):
+                    yield at + first, view
+
+        self.fetch_views(buffer, views())
+
+    def fetch_views(self, buffer: Buffer, views: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Start copies of views of any strides to a buffer, each to a byte of it."""
+        used: dict[torch.device, list[torch.Tensor]] = {}
+        try:
+            for at, view in views:
+                used.setdefault(view.device, []).append(view)
+                host = self._host(buffer.address + at, view.nbytes)
+                self._streams[view.device].fetch(view, host.view(view.dtype).view(view.shape))
         finally:
             self._fences[buffer.index] += [
-                (self._streams[device].mark(), wholes) for device, wholes in used.items()
+                (self._streams[device].mark(), some) for device, some in used.items()
             ]
 
     def arrive(self, buffer: Buffer) -> None:
@@ -332,7 +342,10 @@ def on_host(config: Config) -> Transfer:
 
 
 def open_ring(
-    config: Config, used_devices: Collection[torch.device], any_memory: bool = True
+    config: Config,
+    used_devices: Collection[torch.device],
+    any_memory: bool = True,
+    undivided: bool = False,
 ) -> tuple[Ring | None, Transfer]:
     """Return a ring for copies from and to devices, or None, and the transfer type that it is.
 
@@ -343,6 +356,7 @@ def open_ring(
         config: the options in force.
         used_devices: the devices.
         any_memory: the engine moves blocks from and to any memory, not only its own.
+        undivided: all memory is one buffer.
     """
     word, why = config.transfer, "asked for"
     if word in ("cpu", "cpu_gpu"):
@@ -351,7 +365,7 @@ def open_ring(
         word, why = "cpu_async_gpu", "auto: pinned memory and streams of its own"
     elif word in PAST_HOST:
         word, why = "cpu_async_gpu", f"{word}: for blocks of files only"
-    ring = _new_ring(config, used_devices, any_memory)
+    ring = _new_ring(config, used_devices, any_memory, undivided)
     if isinstance(ring, str):
         _log.debug("device tensors go through the host, one copy after the other: %s", ring)
         return None, Transfer("cpu_gpu", ring)
@@ -364,13 +378,14 @@ def open_ring(
 
 
 def _new_ring(
-    config: Config, used_devices: Collection[torch.device], any_memory: bool
+    config: Config, used_devices: Collection[torch.device], any_memory: bool, undivided: bool
 ) -> Ring | str:
     """Return a ring, or why there is none."""
-    count = min(2 * config.queue_depth, PINNED_RING // config.block_size)
+    nbytes = PINNED_RING - PAGE if undivided else config.block_size
+    count = min(2 * config.queue_depth, PINNED_RING // nbytes)
     if not any_memory:
         return "the engine has buffers of its own"
-    if count < 2:
+    if count < 2 and not undivided:
         return "two blocks are more than the pinned memory: set a smaller block_size"
     for device in used_devices:
         if not devices.has_streams(device):
@@ -381,10 +396,10 @@ def _new_ring(
         return f"no pinned memory: {error}"
     if pinned is None:
         return "other saves or loads use the pinned memory"
-    return Ring(pinned, count, config.block_size)
+    return Ring(pinned, count, nbytes)
 
 
-def copy_to_host(memory: StorageMemory, address: int, start: int, length: int) -> None:
+def copy_to_host(memory: DeviceMemory, address: int, start: int, length: int) -> None:
     """Copy bytes [start, start + length) of a device's memory to any host memory.
 
     Large memory goes through a ring: the host copies the chunks that have arrived, while the device

@@ -139,20 +139,48 @@ def _count_inherited() -> None:
 os.register_at_fork(after_in_child=_count_inherited)
 
 
-class StorageMemory:
-    """Bytes of a storage on a device, copied to the host in the chunks that are asked for.
+class DeviceMemory:
+    """Bytes on a device, copied to the host in the chunks that are asked for."""
 
-    `whole` is a tensor of them, one-dimensional uint8, as long as `check` passes.
-    """
+    __slots__ = ()
+    device: torch.device
+    nbytes: int
 
-    __slots__ = ("device", "nbytes", "whole")
+    def check(self) -> None:
+        """Raise an error if the memory has changed.
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
+        Raises:
+            StorageChangedError: its storage was resized.
+        """
+
+    def views(self, start: int, length: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield what makes up bytes [start, start + length): the first byte of each, and a view.
+
+        A view is on the device, of any strides; its elements follow each other as it shows them.
+        """
+        raise NotImplementedError
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Copy bytes [start, start + length) to host memory at `address`; returns when done.
+
+        Raises:
+            StorageChangedError: the storage was resized.
+        """
+        raise NotImplementedError
+
+
+class StorageMemory(DeviceMemory):
+    """Bytes of a storage on a device, from its byte `first` on, which may lie before it."""
+
+    __slots__ = ("_first", "_whole", "device", "nbytes")
+
+    def __init__(self, storage: torch.UntypedStorage, first: int = 0) -> None:
         import torch
 
-        self.nbytes = storage.nbytes()
+        self.nbytes = storage.nbytes() - first
         self.device = storage.device
-        self.whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._first = first
+        self._whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def check(self) -> None:
         """Raise an error if the storage has changed.
@@ -160,8 +188,16 @@ class StorageMemory:
         Raises:
             StorageChangedError: it was resized.
         """
-        if self.whole.untyped_storage().nbytes() != self.nbytes:
+        if self._whole.untyped_storage().nbytes() != self.nbytes + self._first:
             raise StorageChangedError
+
+    def view(self, start: int, length: int) -> torch.Tensor:
+        """Return bytes [start, start + length), as one-dimensional uint8."""
+        first = self._first + start
+        return self._whole[first : first + length]
+
+    def views(self, start: int, length: int) -> Iterator[tuple[int, torch.Tensor]]:
+        yield 0, self.view(start, length)
 
     def copy_to(self, address: int, start: int, length: int) -> None:
         """Copy bytes [start, start + length) to host memory at `address`; returns when done.
@@ -174,7 +210,7 @@ class StorageMemory:
         self.check()
         target = (ctypes.c_char * length).from_address(address)
         host = torch.frombuffer(target, dtype=torch.uint8)
-        host.copy_(self.whole[start : start + length])
+        host.copy_(self.view(start, length))
 
 
 def host_bytes(memory: Memory, length: int) -> bytes:

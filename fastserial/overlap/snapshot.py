@@ -10,7 +10,13 @@ import torch
 
 from fastserial.errors import StorageChangedError
 from fastserial.memory.buffers import copy_to_host
-from fastserial.memory.storages import HostMemory, Memory, StorageMemory, is_on_host
+from fastserial.memory.storages import (
+    DeviceMemory,
+    HostMemory,
+    Memory,
+    StorageMemory,
+    is_on_host,
+)
 from fastserial.overlap.staging import HostRegion, staging
 from fastserial.reports import SnapshotReport
 
@@ -44,13 +50,15 @@ class StoragePart(NamedTuple):
         if not isinstance(storage, torch.UntypedStorage):
             memory = storage
         elif not is_on_host(storage):
-            copy_to_host(StorageMemory(storage), address, start, nbytes)
-            return
+            memory = StorageMemory(storage)
         elif storage.nbytes() < start + nbytes:
             raise StorageChangedError
         else:  # torch's own threads would wait for a computing one: 0.9 s instead of 0.3
             memory = HostMemory(storage.data_ptr(), start + nbytes, storage)
-        memory.copy_to(address, start, nbytes)
+        if isinstance(memory, DeviceMemory):
+            copy_to_host(memory, address, start, nbytes)
+        else:
+            memory.copy_to(address, start, nbytes)
 
 
 class Snapshot:

@@ -53,7 +53,7 @@ from fastserial.formats.extents import Data, Extent
 from fastserial.interrupts import Descriptors, finish, ours
 from fastserial.memory.buffers import BufferPool, on_host, open_ring
 from fastserial.memory.held_settings import Hold, paused_collection, quick_switches
-from fastserial.memory.storages import StorageMemory
+from fastserial.memory.storages import DeviceMemory
 from fastserial.reasons import ASKED_ONCE, QUICKER, SEE_DOCTOR, Reason
 from fastserial.reports import HOST_ONLY, Transfer
 from fastserial.saving.fill import (
@@ -241,9 +241,10 @@ class ExtentWriter:
         self._block_end = 0  # where that ends in the file so far
         self._ledger: CrcLedger | None = None  # of the block
 
-    def expect(self, nbytes: int) -> None:
-        """Note how many bytes there will be, as far as known."""
+    def expect(self, nbytes: int, devices: Collection[torch.device] = ()) -> None:
+        """Note how many bytes there will be, as far as known, and the devices that hold some."""
         self._expected = nbytes
+        self._devices.expect(devices)
 
     def write(
         self, extents: Iterable[Extent], ledger: CrcLedger | None = None, base: int = 0
@@ -263,7 +264,7 @@ class ExtentWriter:
         devices = {
             extent.source.memory.device
             for extent in given
-            if type(extent.source) is Data and type(extent.source.memory) is StorageMemory
+            if type(extent.source) is Data and isinstance(extent.source.memory, DeviceMemory)
         }
         nbytes = sum([extent.length for extent in given])
         self._nbytes += nbytes
@@ -568,6 +569,10 @@ class DeviceBlocks:
     def copy_at_once(self, why: str) -> None:
         """Record that each copy from a device is waited for."""
         self._transfer = Transfer("cpu_gpu", why)
+
+    def expect(self, devices: Collection[torch.device]) -> None:
+        """Note devices that hold later extents: the first may be of the host."""
+        self._devices.update(devices)
 
     def join(self, devices: Collection[torch.device], begun: bool) -> None:
         """Prepare for extents from devices, with their content after the work that is queued now.

@@ -26,7 +26,7 @@ from fastserial.formats.extents import (
     Trailer,
 )
 from fastserial.formats.zip_format import DESCRIPTOR_SIGNATURE
-from fastserial.memory.storages import StorageMemory
+from fastserial.memory.storages import DeviceMemory, StorageMemory
 
 if TYPE_CHECKING:
     from fastserial.memory.buffers import Ring
@@ -69,11 +69,11 @@ def fill_request(request: Request) -> None:
         raise
 
 
-def device_copies(extents: Sequence[Extent]) -> Iterator[tuple[int, StorageMemory, int, int]]:
+def device_copies(extents: Sequence[Extent]) -> Iterator[tuple[int, DeviceMemory, int, int]]:
     """Yield the copies from devices that `fill` needs, as `Ring.fetch` takes them."""
     at = 0
     for _, length, source, start in extents:
-        if isinstance(source, Data) and isinstance(source.memory, StorageMemory):
+        if isinstance(source, Data) and isinstance(source.memory, DeviceMemory):
             yield at, source.memory, start, length
         at += length
 
@@ -156,7 +156,7 @@ def _fill_data(
     record = source.record if ledger is not None else None
     memory = source.memory
     copy_to = memory.copy_to
-    if copied and isinstance(memory, StorageMemory):
+    if copied and isinstance(memory, DeviceMemory):
         memory.check()
         copy_to = _do_not_copy
     crc = 0

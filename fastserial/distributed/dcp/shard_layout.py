@@ -26,7 +26,7 @@ from fastserial.formats.dcp import Known
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Made, Trailer
 from fastserial.formats.zip_layout import ZipLayout
 from fastserial.interrupts import cleanup, ours
-from fastserial.memory.storages import HostMemory, Memory
+from fastserial.memory.storages import HostMemory, Memory, StorageMemory, is_on_host
 from fastserial.memory.untouched import Untouched
 from fastserial.patching.self_check import self_check
 from fastserial.saving.archive import checksums_wanted, finish_layout, storage_alignment
@@ -67,13 +67,16 @@ def bytes_of(tensor: torch.Tensor) -> TensorBytes | None:
     nbytes = tensor.numel() * tensor.itemsize
     dense = tensor.is_contiguous() or is_dense(tensor)
     if dense:
-        strides = tensor.stride()
-        if tensor.device.type == "cpu":
-            return TensorBytes(HostMemory(tensor.data_ptr(), nbytes, tensor), nbytes, strides)
-    elif tensor.untyped_storage().nbytes() == nbytes:
+        strides, storage = tensor.stride(), tensor.untyped_storage()
+        memory: Memory
+        if is_on_host(storage):
+            memory = HostMemory(tensor.data_ptr(), nbytes, tensor)
+        else:
+            memory = StorageMemory(storage, int(tensor.storage_offset()) * tensor.itemsize)
+        return TensorBytes(memory, nbytes, strides)
+    if tensor.untyped_storage().nbytes() == nbytes:
         return None  # it is saved with its overlaps and gaps
-    else:
-        strides = torch.empty_like(tensor, device="meta").stride()
+    strides = torch.empty_like(tensor, device="meta").stride()
     memory = GatheredMemory(tensor.permute(outermost_first(strides)), 0, nbytes)
     return TensorBytes(memory, nbytes, strides)
 

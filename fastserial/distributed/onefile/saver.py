@@ -356,7 +356,7 @@ class SaveTask:
     def _write(self) -> tuple[_Written, Outcome]:
         """Write this rank's part; return what rank 0 has to know of it."""
         traffic, writer, opened = self.traffic, self._writer, self._opened
-        exchange = Exchange(traffic)
+        exchange = Exchange(traffic, self.config)
         fd = opened.fd if opened is not None else self._new.file.fd if self._new is not None else -1
         if self._decision.base is not None:
             writer.clone(fd, self._decision.base, self.config, traffic.alive)

@@ -17,13 +17,12 @@ from fastserial.distributed.plan.division import FilePlan
 from fastserial.distributed.plan.schedule import CONTAINER, FileRange, Move, Round, Schedule
 from fastserial.distributed.ranks.exchange import (
     Exchange,
-    GatheredMemory,
-    MemorySlice,
+    gathered_memory,
     held_in_box,
     held_in_range,
 )
 from fastserial.distributed.sharding.boxes import Box
-from fastserial.distributed.state.tables import RecordSource
+from fastserial.distributed.state.tables import RecordSource, devices_of
 from fastserial.files.linux import write_all
 from fastserial.formats.extents import Data, Extent, Literal, Trailer
 from fastserial.interrupts import cleanup, suppress
@@ -71,7 +70,7 @@ class ShardWriter:
         self._sources = sources
         self._laid_out = laid_out
         self._checksums = plan.checksums
-        self._taken: dict[Move | FileRange, Memory] = {}  # what was taken of the state
+        self._taken: dict[Move | FileRange, HostMemory] = {}  # what was taken of the state
         sizes = [0] * (max((record for record, *_ in plan.records), default=-1) + 1)
         for record, _, _, nbytes in plan.records:
             sizes[record] = nbytes
@@ -90,7 +89,7 @@ class ShardWriter:
             pieces = [piece for piece in self._made.own_pieces() if piece.record != CONTAINER]
             for move in moves:
                 view = self._view_of(move)
-                parts.append(StoragePart(GatheredMemory(view, 0, view.nbytes), 0, view.nbytes))
+                parts.append(StoragePart(gathered_memory(view, 0, view.nbytes), 0, view.nbytes))
             parts += [self._sources[p.source].part(p.start, p.length) for p in pieces]
             copies = taken.take(parts)
             if copies is None:
@@ -129,8 +128,8 @@ class ShardWriter:
             DistributedError: another rank failed.
         """
         out = ExtentWriter(fd, config, on_progress)
-        out.expect(self._made.nbytes - self.cloned)
-        with cleanup(out.close):
+        out.expect(self._made.nbytes - self.cloned, devices_of(self._sources))
+        with cleanup(out.close), cleanup(exchange.close):
             found = self._own_extents() if self._uncloned is None else self._uncloned
             own = _cut(found, config.block_size)
             self._write_rounds(out, exchange, own, config.block_size * config.queue_depth)
@@ -177,7 +176,7 @@ class ShardWriter:
             most: bytes of `own` that are queued at once.
         """
         rounds = self._made.rounds
-        share = min(most, self._made.nbytes // max(3 * len(rounds), 1) + 1)
+        share = min(most, self._made.nbytes // max(4 * len(rounds), 1) + 1)
         tiles = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
         for index, number in enumerate(rounds):
             self._write(out, _first(own, share))
@@ -196,10 +195,13 @@ class ShardWriter:
                 }
             self._write(out, _first(own, share))
             with self._timed("exchange"):
-                receive = exchange.begin(sends, receives)
+                step = exchange.begin(sends, receives)
             self._write(out, _first(own, share))
             with self._timed("exchange"):
-                receive()
+                step.send()
+            self._write(out, _first(own, share))
+            with self._timed("exchange"):
+                step.end()
             if 0 < index < len(rounds) - 1:
                 with self._timed("write"):
                     out.flush()  # the tile before is written, and free for the next round
@@ -287,7 +289,8 @@ class ShardWriter:
             if taken is None:
                 memory = self._sources[piece.source].memory(piece.start)
             else:
-                memory = _from(taken, -piece.start)
+                address, nbytes = taken.address - piece.start, taken.nbytes + piece.start
+                memory = HostMemory(address, nbytes, taken.owner)
             yield self._extent(piece, memory)
 
     def _extent(self, piece: FileRange, memory: Memory) -> Extent:
@@ -297,13 +300,6 @@ class ShardWriter:
 
     def _size_of(self, piece: FileRange) -> int:
         return self._sizes[piece.record] if piece.record != CONTAINER else self._plan.nbytes
-
-
-def _from(memory: Memory, start: int) -> Memory:
-    """Return a memory from a byte on, which may lie before it."""
-    if isinstance(memory, HostMemory):
-        return HostMemory(memory.address + start, memory.nbytes - start, memory.owner)
-    return MemorySlice(memory, start, memory.nbytes - start)
 
 
 def _cut(extents: Iterable[Extent], block: int) -> Iterator[Extent]:

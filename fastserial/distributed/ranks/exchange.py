@@ -9,16 +9,21 @@ caller's budget: the exchange needs a buffer for what it sends and one for what 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
 
 import torch
 
+from fastserial.config import Config
+from fastserial.config.performance import PAGE, PINNED_RING
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.sharding.boxes import Box, boxes_of_range, span_of
 from fastserial.formats.tensors import contiguous_stride
-from fastserial.memory.storages import Memory, memmove
+from fastserial.memory.buffers import Buffer, Ring, open_ring
+from fastserial.memory.storages import DeviceMemory, memmove
 
 _ALIGN = 16  # bytes of the largest elements
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 # By bytes of an element: types that every copy leaves as they are.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -49,16 +54,37 @@ def held_in_box(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
     return tensor[part.slices(box)]
 
 
+def on_host(view: torch.Tensor) -> bool:
+    """Return whether a tensor is in the host's memory."""
+    return view.is_cpu
+
+
 def is_consecutive(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements are consecutive in its storage, in their order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+class ExchangeStep(NamedTuple):
+    """One exchange that was begun: its two halves, to be called in this order."""
+
+    send: Callable[[], None]
+    end: Callable[[], None]
+
+
 class Exchange:
     """Moves pieces between the ranks of a group, round by round."""
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: Traffic, config: Config | None = None) -> None:
+        """Have nothing under way.
+
+        Args:
+            config: the options by which what is sent is copied from devices, as in a save of one
+                process: to pinned memory, on streams for copies. None: each copy is waited for.
+        """
         self._traffic = traffic
+        self._config = config
+        self._ring: Ring | None = None
+        self._pinned: Buffer | None = None  # all of the ring
         self._buffers: dict[str, torch.Tensor] = {}
         self.sent_bytes = 0
         self.received_bytes = 0
@@ -69,66 +95,122 @@ class Exchange:
         receives: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
         """Copy the elements in `sends` to where their receivers say; see `begin`."""
-        self.begin(sends, receives)()
+        step = self.begin(sends, receives)
+        step.send()
+        step.end()
 
     def begin(
         self,
         sends: Mapping[int, Sequence[torch.Tensor]],
         receives: Mapping[int, Sequence[torch.Tensor]],
-    ) -> Callable[[], None]:
-        """Start to move; call the result to wait for the end. One exchange at a time.
+    ) -> ExchangeStep:
+        """Start to copy what is sent, and to receive. One exchange at a time.
 
-        What is sent is copied before this returns; what is received is complete at the end.
+        What is on the host is copied and on its way before this returns. What is on devices must
+        stay as it is until `send` returns, which waits for the copies. What is received is complete
+        after `end`.
 
         Args:
             sends: for each rank that gets something from this one, views of any strides, on any
                 device.
             receives: for each rank that this one gets something from, where the same elements go,
                 in the same order; those of one size may be cut elsewhere. What a rank sends to
-                itself is copied directly, cut alike.
+                itself is copied, too, cut alike.
 
         Raises:
             DistributedError: a rank failed, died or was silent for too long.
         """
         here = self._traffic.rank
         incoming = self._parts("in", {r: v for r, v in receives.items() if r != here})
-        work = [
+        waits = [
             self._traffic.receive(rank, buffer)
             for rank, buffer in sorted(incoming.items())
             if buffer.numel()
         ]
-        outgoing = self._parts("out", {r: v for r, v in sends.items() if r != here})
-        for rank, buffer in sorted(outgoing.items(), key=lambda item: (item[0] - here) % 2**32):
-            at = _pass(sends[rank], buffer, out=True)
-            if at:
-                work.append(self._traffic.send(rank, buffer))
-            self.sent_bytes += at
-        for source, target in zip(sends.get(here, ()), receives.get(here, ()), strict=True):
-            as_integers(target).copy_(as_integers(source))
+        used = {v.device for views in sends.values() for v in views if not on_host(v)}
+        ring, pinned = self._stage(used, sends)
+        others = {r: v for r, v in sends.items() if r != here or ring is not None}
+        outgoing = self._parts("out", others, None if ring is None else pinned)
+        pairs = [pair for rank, buffer in outgoing.items() for pair in _pairs(sends[rank], buffer)]
+        if ring is not None and pinned is not None:
+            ring.join(used)
+            away = [(view, place) for view, place in pairs if not on_host(view)]
+            pairs = [(view, place) for view, place in pairs if on_host(view)]
+            first = pinned.address
+            ring.fetch_views(pinned, [(place.data_ptr() - first, view) for view, place in away])
+        for view, place in pairs:
+            place.copy_(view)
+
+        def send() -> None:
+            if ring is not None and pinned is not None:
+                ring.arrive(pinned)
+            for rank, buffer in sorted(outgoing.items(), key=lambda one: (one[0] - here) % 2**32):
+                if buffer.numel() and rank != here:
+                    waits.append(self._traffic.send(rank, buffer))
+                    self.sent_bytes += buffer.numel()
 
         def end() -> None:
-            for wait in work:
+            for wait in waits:
                 wait()
             for rank, buffer in incoming.items():
-                self.received_bytes += _pass(receives[rank], buffer, out=False)
+                self.received_bytes += buffer.numel()
+                for view, place in _pairs(receives[rank], buffer):
+                    view.copy_(place)
+            own = receives.get(here, ())
+            if here in outgoing:
+                for view, place in _pairs(own, outgoing[here]):
+                    view.copy_(place)
 
-        return end
+        if here not in outgoing:
+            for source, target in zip(sends.get(here, ()), receives.get(here, ()), strict=True):
+                as_integers(target).copy_(as_integers(source))
+        if ring is None:
+            send()
+            return ExchangeStep(lambda: None, end)
+        return ExchangeStep(send, end)
+
+    def close(self) -> None:
+        """Wait for the copies from devices, and give the pinned memory back. Idempotent."""
+        if self._ring is not None:
+            self._ring.close()
+
+    def _stage(
+        self, used: Set[torch.device], sends: Mapping[int, Sequence[torch.Tensor]]
+    ) -> tuple[Ring | None, Buffer | None]:
+        """Return pinned memory for all that is sent, if some is on devices and it fits."""
+        if not used or self._config is None:
+            return None, None
+        if self._ring is None:
+            self._ring = open_ring(self._config, used, undivided=True)[0]
+            if self._ring is None:
+                self._config = None  # do not ask again
+                return None, None
+            self._pinned = self._ring.take()
+        fits = sum(_padded(packed(views)) for views in sends.values()) <= PINNED_RING - PAGE
+        return (self._ring, self._pinned) if fits and self._ring.join(used) else (None, None)
 
     def _parts(
-        self, name: str, views: Mapping[int, Sequence[torch.Tensor]]
+        self, name: str, views: Mapping[int, Sequence[torch.Tensor]], pinned: Buffer | None = None
     ) -> dict[int, torch.Tensor]:
         """Return a part of a buffer for each rank's views."""
         sizes = {rank: packed(rows) for rank, rows in views.items()}
-        total = sum(nbytes + -nbytes % _ALIGN for nbytes in sizes.values())
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < total:
-            buffer = self._buffers[name] = torch.empty(total, dtype=torch.uint8, device="cpu")
+        total = sum(map(_padded, sizes.values()))
+        if self._ring is not None and pinned is not None:
+            buffer = self._ring.host(pinned, total)
+        else:
+            buffer = self._buffers.get(name, _EMPTY)
+            if buffer.numel() < total:
+                buffer = self._buffers[name] = torch.empty(total, dtype=torch.uint8, device="cpu")
         parts: dict[int, torch.Tensor] = {}
         at = 0
         for rank, nbytes in sizes.items():
             parts[rank] = buffer[at : at + nbytes]
-            at += nbytes + -nbytes % _ALIGN
+            at += _padded(nbytes)
         return parts
+
+
+def _padded(nbytes: int) -> int:
+    return nbytes + -nbytes % _ALIGN
 
 
 def packed(parts: Iterable[torch.Tensor]) -> int:
@@ -143,58 +225,59 @@ def packed(parts: Iterable[torch.Tensor]) -> int:
     return at
 
 
-def _pass(parts: Iterable[torch.Tensor], buffer: torch.Tensor, out: bool) -> int:
-    """Copy elements to the buffer, or from there; return how many bytes of it they take."""
+def _pairs(
+    parts: Iterable[torch.Tensor], buffer: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield parts that are not empty as integers, each with its place in a message."""
     at = 0
     for part in parts:
-        if not part.numel():
-            continue
-        at += -at % part.element_size()
-        view = as_integers(part)
-        in_buffer = buffer[at : at + part.nbytes].view(view.dtype).view(view.shape)
-        if out:
-            in_buffer.copy_(view)
-        else:
-            view.copy_(in_buffer)
-        at += part.nbytes
-    return at
+        if part.numel():
+            at += -at % part.element_size()
+            view = as_integers(part)
+            yield view, buffer[at : at + part.nbytes].view(view.dtype).view(view.shape)
+            at += part.nbytes
 
 
 class GatheredMemory:
-    """A view on a device, or with strides; its bytes are copied together on request."""
+    """A view with strides; its bytes are copied together on request."""
 
     def __init__(self, view: torch.Tensor, base: int, nbytes: int) -> None:
+        """Take a view whose first byte is byte `base` of `nbytes`."""
         self.nbytes = nbytes
+        self.device = view.device
         self._view = as_integers(view)
         self._base = base
 
-    def copy_to(self, address: int, start: int, length: int) -> None:
-        """Copy bytes [start, start + length) to host memory at `address`."""
+    def views(self, start: int, length: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield what makes up bytes [start, start + length), whole elements."""
         item, shape = self._view.element_size(), tuple(self._view.shape)
         first, stop = (start - self._base) // item, -(-(start - self._base + length) // item)
-        skipped = start - self._base - first * item
-        if skipped or length != (stop - first) * item or address % item:  # it cuts elements
-            out = torch.empty((stop - first) * item, dtype=torch.uint8, device="cpu")
+        at = 0
+        for box in boxes_of_range(shape, first, stop):
+            yield at, self._view[box.slices(Box((0,) * len(shape), shape))]
+            at += box.numel * item
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Copy bytes [start, start + length) to host memory at `address`."""
+        item = self._view.element_size()
+        skipped = (start - self._base) % item
+        whole = skipped + length + -(skipped + length) % item
+        if whole != length or address % item:  # it cuts elements
+            out = torch.empty(whole, dtype=torch.uint8, device="cpu")
         else:
             memory = (ctypes.c_uint8 * length).from_address(address)
             out = torch.frombuffer(memory, dtype=torch.uint8)
-        at = 0
-        for box in boxes_of_range(shape, first, stop):
-            end = at + box.numel * item
-            piece = self._view[box.slices(Box((0,) * len(shape), shape))]
-            out[at:end].view(piece.dtype).view(piece.shape).copy_(piece)
-            at = end
+        for at, piece in self.views(start - skipped, whole):
+            out[at : at + piece.nbytes].view(piece.dtype).view(piece.shape).copy_(piece)
         if out.data_ptr() != address:
             memmove(address, out.data_ptr() + skipped, length)
 
 
-class MemorySlice:
-    """A memory from a byte on, which may lie before its first."""
+class GatheredDeviceMemory(GatheredMemory, DeviceMemory):
+    """The same on a device. Blocks end between elements."""
 
-    def __init__(self, memory: Memory, start: int, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._memory, self._start = memory, start
 
-    def copy_to(self, address: int, start: int, length: int) -> None:
-        """Copy bytes [start, start + length) to host memory at `address`."""
-        self._memory.copy_to(address, self._start + start, length)
+def gathered_memory(view: torch.Tensor, base: int, nbytes: int) -> GatheredMemory:
+    """Return a view of any strides as memory in which its first byte is byte `base`."""
+    kind = GatheredMemory if on_host(view) else GatheredDeviceMemory
+    return kind(view, base, nbytes)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastserial.distributed.ranks.exchange import GatheredMemory, is_consecutive
+from fastserial.distributed.ranks.exchange import gathered_memory, is_consecutive, on_host
 from fastserial.distributed.sharding.boxes import Box, run_of
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import (
@@ -30,7 +30,12 @@ from fastserial.distributed.sharding.pieces import (
 )
 from fastserial.distributed.state.merging import Describer, LeafSpec, leaf_of
 from fastserial.errors import ConfigError
-from fastserial.memory.storages import HostMemory, Memory, synchronize
+from fastserial.memory.storages import (
+    HostMemory,
+    Memory,
+    StorageMemory,
+    synchronize,
+)
 from fastserial.overlap.snapshot import StoragePart
 
 # Bytes of a storage from which on every rank writes a part of it. Below it counts what rank 0 has:
@@ -87,15 +92,18 @@ class RecordSource:
         It begins at the whole's first byte, so that an offset in the whole is one in the memory.
         """
         view, base = self._run_at(start)
-        if view.device.type == "cpu" and is_consecutive(view):
+        if not is_consecutive(view):
+            return gathered_memory(view, base, self.spec.nbytes)
+        if on_host(view):
             return HostMemory(view.data_ptr() - base, self.spec.nbytes, view)
-        return GatheredMemory(view, base, self.spec.nbytes)
+        first = int(view.storage_offset()) * view.element_size() - base
+        return StorageMemory(view.untyped_storage(), first)
 
     def part(self, start: int, length: int) -> StoragePart:
         """Return bytes [start, start + length) of the whole as what a snapshot takes."""
         view, base = self._run_at(start)
         if not is_consecutive(view):
-            return StoragePart(GatheredMemory(view, base, self.spec.nbytes), start, length)
+            return StoragePart(gathered_memory(view, base, self.spec.nbytes), start, length)
         first = int(view.storage_offset()) * view.element_size() + start - base
         return StoragePart(view.untyped_storage(), first, length)
 
@@ -135,6 +143,13 @@ def sources_of(
         spec = TensorSpec((storage.nbytes(),), torch.uint8)
         found.append(RecordSource("a storage of rank 0", spec, bytes_of(storage), rank))
     return found
+
+
+def devices_of(sources: Iterable[RecordSource]) -> set[torch.device]:
+    """Return the devices that hold what this rank has of sources."""
+    held = (one.leaf for one in sources if one.leaf is not None)
+    tensors = (leaf.tensor if isinstance(leaf, FlatShard) else leaf for leaf in held)
+    return {tensor.device for tensor in tensors if not on_host(tensor)}
 
 
 @dataclass(slots=True)

@@ -190,10 +190,11 @@ class DirectMemory:
         memory.check()
         slots = self._slots[memory.device]
         slot = self._slot(slots, buffer, length)
-        slots.stream.fetch(memory.whole[start : start + length], slot)
+        view = memory.view(start, length)
+        slots.stream.fetch(view, slot)
         if shown:
             slots.stream.fetch(slot, self._ring.host(buffer, length))
-        self._ring.keep(buffer, slots.stream.mark(), memory.whole)
+        self._ring.keep(buffer, slots.stream.mark(), view)
         return partial(self._move, slots, shown, None)
 
     def read(self, target: torch.Tensor) -> Move:
