@@ -84,6 +84,14 @@ def test_a_tensor_is_what_one_rank_had(tmp_path: Path) -> None:
     assert refused < (100 if FULL else 12)
 
 
+def test_states_of_which_one_rank_has_something_else(tmp_path: Path) -> None:
+    """In one file, and in a folder of DCP."""
+    out = ranks.run("ranks_disagree", 4, "states", tmp_path, 4, 300 if FULL else 20)
+    mixed, refused = map(int, out[0].split())
+    assert mixed == 0
+    assert refused > (60 if FULL else 4)
+
+
 def test_replicas_that_are_divided_unseen_are_mixed(tmp_path: Path) -> None:
     """The control: as if all bytes had been compared."""
     out = ranks.run("ranks_disagree", 4, "tensors", tmp_path, 3, 25, "control")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import marshal
 import pickle
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from fastserial.checksums import crc32
 from fastserial.config import current
 from fastserial.distributed.plan.balance import Assignment, Workload, assign
 from fastserial.distributed.ranks.call import ranks_in_words
@@ -157,7 +159,8 @@ def divide(
         apart: plain tensors that differ between the ranks: the first rank's is saved, as a whole.
 
     Raises:
-        ValueError: a key has a value on some ranks and a tensor on others.
+        ValueError: a key has a value on some ranks and a tensor on others, or parts of different
+            tensors.
     """
     first: dict[MetadataIndex, WriteItem] = {}
     owners: dict[MetadataIndex, list[int]] = {}
@@ -174,7 +177,9 @@ def divide(
             if first.setdefault(item.index, item).tensor_data == item.tensor_data:
                 owners.setdefault(item.index, []).append(rank)
     work: list[Workload] = []
+    kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for index, ranks in owners.items():
+        _refuse_mixture(kinds, index.fqn, first[index].tensor_data, ranks[0])
         data, nbytes = first[index].tensor_data, first[index].tensor_storage_size() or 0
         rows = 1
         if lowest or data is None or index.fqn in apart:
@@ -187,6 +192,26 @@ def divide(
     for share in assign(work, len(plans)):
         items[share.rank].append(_cut(held[share.item], work[share.item], share))
     return [replace(plan, items=mine) for plan, mine in zip(plans, items, strict=True)]
+
+
+def _refuse_mixture(
+    kinds: dict[str, tuple[torch.Size, torch.dtype]],
+    key: str,
+    data: TensorWriteData | None,
+    rank: int,
+) -> None:
+    """Compare what a rank has of a tensor with the first other part of it, which is kept.
+
+    Raises:
+        ValueError: it is a part of another tensor.
+    """
+    if data is not None:
+        kind = data.size, data.properties.dtype
+        if (other := kinds.setdefault(key, kind)) != kind:
+            raise ValueError(
+                f"{key}: rank {rank} has a part of a {kind[1]} of shape {tuple(kind[0])}, another "
+                f"rank of a {other[1]} of shape {tuple(other[0])}"
+            )
 
 
 def _dim(sizes: Sequence[int], ranks: int) -> int:
@@ -231,7 +256,8 @@ class _FromRank(NamedTuple):
 
     Attributes:
         plan: a pickle of torch's plan, with all that the rank has, and of the keys that stay whole.
-        sums: checksums of the plain tensors that may be cut.
+        sums: checksums of the plain tensors that may be cut, and of numbers, texts, and nests of
+            these.
     """
 
     plan: bytes
@@ -323,7 +349,10 @@ class FastSavePlanner(DefaultSavePlanner):
             self._own = own = self._own_plan()
         tensors = [self.state_dict[key] for key in own.compared]
         sums = checksums(tensors, current().compare == "all")
-        message = _FromRank(own.plan, dict(zip(own.compared, sums, strict=True)))
+        found = dict(zip(own.compared, sums, strict=True))
+        if dist.is_initialized():
+            found.update(_sums_of_values(self.state_dict))
+        message = _FromRank(own.plan, found)
         self.plan = SavePlan([], planner_data=message)
         return self.plan
 
@@ -432,6 +461,16 @@ class FastSavePlanner(DefaultSavePlanner):
         raise ValueError(f"{key}: this rank does not have the part {wanted}")
 
 
+def _sums_of_values(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return checksums of the entries that are numbers, texts, or nests of these."""
+    found: dict[str, int] = {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            with suppress(ValueError):  # it is, or holds, something else
+                found[key] = crc32(marshal.dumps(value, 2))
+    return found
+
+
 def _other_planner(whose: str) -> ValueError:
     return ValueError(
         f"{whose} has another kind of planner; use FastSavePlanner on all ranks, or on none"
@@ -443,9 +482,9 @@ def _warn(mixed: Mapping[str, Sequence[int]]) -> None:
         keys = list(mixed)
         more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
         text = (
-            f"plain tensors of {ranks_in_words(mixed[keys[0]])} differ from the first rank's, "
-            f"which are saved: {', '.join(map(repr, keys[:5]))}{more}. Parts of one tensor have to "
-            "be DTensors"
+            f"plain tensors or values of {ranks_in_words(mixed[keys[0]])} differ from the first "
+            f"rank's, which are saved: {', '.join(map(repr, keys[:5]))}{more}. Parts of one tensor "
+            "have to be DTensors, and values of each rank need keys of their own"
         )
         warnings.warn(text, UserWarning, stacklevel=3)
 

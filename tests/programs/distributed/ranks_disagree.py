@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
+import shutil
 import time
 import warnings
 from pathlib import Path
@@ -14,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support import ranks
+from support.sharded import split
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -228,6 +232,149 @@ def compared(folder: str) -> None:
             distributed.save({kind: whole}, path, timeout=TIMEOUT)
 
 
+# -- states ----------------------------------------------------------------------------------------
+
+# What one rank has otherwise, and what an error, or a warning of DCP, then names.
+DIFFERENCES = {
+    "rows": "", "element": "", "dtype": "0", "shape": "0", "missing": "0", "added": "added",
+    "deep": "epoch", "setting": "param_groups", "small": "moments",
+}  # fmt: skip
+HEIGHT, WIDTH = 24, 40_000  # of a tensor: 3.7 MiB
+PLACED: dict[str, tuple[Any, ...]] = {
+    "fsdp": (Shard(0), Shard(0)), "hsdp": (Replicate(), Shard(0)), "tp": (Replicate(), Shard(1)),
+    "fsdp+tp": (Shard(0), Shard(1)), "replicated": (Replicate(), Replicate()),
+}  # fmt: skip
+
+
+def random_state(chance: random.Random, mesh: Any) -> tuple[dict[str, Any], str]:
+    """Return a state, of which one rank may have something else, and what that is."""
+    kinds = chance.choices([*PLACED, "plain"], k=3)
+    difference = chance.choice([*DIFFERENCES, ""])
+    victim, row = chance.randrange(dist.get_world_size()), chance.randrange(HEIGHT)
+    column, rows = chance.randrange(WIDTH), chance.choice([1, HEIGHT])
+    what = difference if dist.get_rank() == victim else ""
+    state: dict[str, Any] = {}
+    for number, kind in enumerate(kinds):
+        whole = torch.arange(HEIGHT * WIDTH, dtype=torch.int32).view(HEIGHT, WIDTH) + number
+        if number == 0 and what == "rows":
+            whole[row : row + rows] += 1000
+        elif number == 0 and what == "element":
+            whole[row, column] += 1000
+        elif number == 0 and what == "dtype":
+            whole = whole.to(torch.float32)
+        elif number == 0 and what == "shape":
+            whole = whole[:-4]
+        if number == 0 and what == "missing":
+            continue
+        state[f"{number}"] = split(whole, mesh, list(PLACED[kind])) if kind in PLACED else whole
+    if what == "added":
+        state["added"] = 5
+    state["deep"] = {"er": {"epoch": 1 + (what == "deep")}}
+    moments = torch.full((3,), float(what == "small"))
+    groups = [{"lr": 0.2 if what == "setting" else 0.1, "params": ["0"]}]
+    state["opt"] = {"state": {"0": {"moments": moments}}, "param_groups": groups}
+    return state, difference
+
+
+def had(state: dict[str, Any], mesh: Any) -> list[dict[str, torch.Tensor]]:
+    """Return what each replica of the tensors is, as a whole."""
+    me = {"moments": state["opt"]["state"]["0"]["moments"]}
+    placed: dict[str, Any] = {}
+    for key, one in state.items():
+        if isinstance(one, DTensor):
+            me[key], placed[key] = one.to_local(), one.placements
+        elif isinstance(one, torch.Tensor):
+            me[key] = one
+    each: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(each, (me, placed))
+    placements = {key: some for _, found in each for key, some in found.items()}
+    found = [dict(tensors) for tensors, _ in each]
+    for key, (outer, inner) in placements.items():
+        grid = mesh.mesh.tolist()
+        if not all(key in each[rank][0] for row in grid for rank in row):
+            continue
+        with contextlib.suppress(RuntimeError):  # shards of different shapes
+            rows = [[each[rank][0][key] for rank in row] for row in grid]
+            if inner.is_shard():
+                rows = [[torch.cat(row, inner.dim)] for row in rows]
+            if outer.is_shard():
+                rows = [[torch.cat(list(one), outer.dim) for one in zip(*rows, strict=True)]]
+            found += [{key: whole} for row in rows for whole in row]
+    return found
+
+
+def one_file(state: dict[str, Any], path: Path) -> None:
+    distributed.save(state, path, timeout=TIMEOUT)
+
+
+def one_file_async(state: dict[str, Any], path: Path) -> None:
+    distributed.save_async(state, path, timeout=TIMEOUT).wait()
+
+
+def dcp_folder(state: dict[str, Any], path: Path) -> None:
+    ours = {
+        "storage_writer": distributed.FastStorageWriter(path),
+        "planner": distributed.FastSavePlanner(),
+    }
+    dcp.save(state, **ours)
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        fastserial.convert(path, path.with_suffix(".whole"))
+        path = path.with_suffix(".whole")
+    return torch.load(path)  # type: ignore[no-any-return]
+
+
+def states(folder: str, seed: str, count: str) -> None:
+    """Save random states of which one rank may have something else; print what became of them.
+
+    Each tensor of what is saved is, as a whole, what one rank had; or an error names the key. It
+    prints how often that is not so, and how many saves were refused.
+    """
+    chance = random.Random(int(seed))
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    mixed, refused = 0, 0
+    for case in range(int(count)):
+        state, difference = random_state(chance, mesh)
+        call = chance.choice([one_file, one_file_async, dcp_folder])
+        path, text = Path(folder, f"{case}"), ""
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                call(state, path)
+            except (DistributedError, LoadMismatchError, CheckpointException) as error:
+                text = str(error)
+        texts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, (text, [str(one.message) for one in warned]))
+        assert len({text for text, _ in texts}) == 1 or call is dcp_folder, texts
+        named = DIFFERENCES.get(difference, "")
+        if call is not dcp_folder:
+            must = difference in ("dtype", "shape", "missing", "deep", "setting", "small")
+            assert text or not must, (difference, texts)
+        elif difference in ("deep", "setting"):
+            assert any(named in one for _, some in texts for one in some), (difference, texts)
+        refused += bool(text)
+        assert named in text or not text, (difference, text)
+        assert difference or not text, text
+        whole = had(state, mesh)
+        if not text and dist.get_rank() == 0:
+            found = loaded(path)
+            found["moments"] = found["opt"]["state"]["0"]["moments"]
+            for key, one in found.items():
+                if isinstance(one, torch.Tensor):
+                    same = [torch.equal(one, other[key]) for other in whole if key in other]
+                    if not any(same):
+                        mixed += 1
+                        print("mixed", case, call.__name__, difference, key)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+            for left in (path, path.with_suffix(".whole")):
+                left.unlink(missing_ok=True)
+    print(mixed, refused)
+
+
 # -- values ----------------------------------------------------------------------------------------
 
 
@@ -362,5 +509,5 @@ def subclasses(folder: str) -> None:
             assert torch.equal(local.high, torch.full((4, 8), -7.0 - me))
 
 
-SCENES = (calls, steps, waits, tensors, compared, values, subclasses)
+SCENES = (calls, steps, waits, tensors, states, compared, values, subclasses)
 ranks.main({scene.__name__: scene for scene in SCENES})
