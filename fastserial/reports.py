@@ -193,6 +193,7 @@ class SaveReport(Report):
             such as the pickle: they add up to `seconds`.
         snapshot: of a `save_async`, else None.
         ranks: of a save of many ranks, each rank's part; on rank 0.
+        rank: of a save of many ranks, the one whose report it is.
     """
 
     direct: bool
@@ -201,6 +202,7 @@ class SaveReport(Report):
     cloned: int = 0
     snapshot: SnapshotReport | None = None
     ranks: tuple[RankReport, ...] = ()
+    rank: int = 0
 
     def __str__(self) -> str:
         details = f"direct={int(self.direct)}, durable={int(self.durable)}"

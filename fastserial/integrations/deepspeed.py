@@ -513,8 +513,9 @@ def _take_writer(settings: Mapping[str, Any], options: dict[str, Any]) -> list[s
 
 
 def _say_report(report: SaveReport) -> None:
-    for line in str(report).splitlines():
-        say(line)
+    if report.rank == 0:  # once for each file, of the ranks that wrote it
+        for line in str(report).splitlines():
+            say(line)
 
 
 def _take_aio(settings: Mapping[str, Any], options: dict[str, Any]) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from fastserial import SaveReport
 from fastserial.config import current
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine
 from fastserial.errors import ConfigError
@@ -49,8 +51,10 @@ def test_buffer_and_statistics(capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {}
     assert _take_writer({"checkpoint": {"writer": writer}}, options) == []
     assert options["queue_depth"] == 5
-    options["on_report"]("what was saved")
-    assert capsys.readouterr().out == "what was saved\n"
+    report = SaveReport("a.pt", "zip", 8, 0.5, "threads", direct=False, durable=True)
+    options["on_report"](report)
+    options["on_report"](replace(report, rank=1))  # of the same file
+    assert capsys.readouterr().out == f"{report}\n"
     options = {"block_size": MIB, "overlap": False}
     _take_writer({"checkpoint": {"writer": {**writer, "decoupled": True}}}, options)
     assert options.keys() == {"block_size", "overlap", "on_report"}

@@ -422,6 +422,7 @@ class SaveTask:
             transfer=outcome.transfer.word,
             transfer_why=outcome.transfer.why,
             ranks=self._reports,
+            rank=self.traffic.rank,
         )
 
     def _explained(self, error: OSError) -> WriteError:
