@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,13 @@ def test_values_that_differ(count: int, tmp_path: Path) -> None:
 
 def test_shards_of_a_class_of_their_own(tmp_path: Path) -> None:
     ranks.run("ranks_disagree", 2, "subclasses", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["Float8Tensor", "OptimState8bit"])
+def test_shards_of_torchao(kind: str, tmp_path: Path) -> None:
+    if find_spec("torchao") is None:
+        pytest.skip("torchao is not installed")
+    ranks.run("ranks_disagree", 2, "subclasses", tmp_path, kind)
 
 
 @pytest.mark.parametrize("when", ["first", "second", "writing"])
