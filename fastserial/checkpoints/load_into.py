@@ -20,8 +20,10 @@ from torch.nn.parameter import is_lazy
 from fastserial.checkpoints.own_loading import (
     Conversion,
     conversion_of,
+    is_in_memory,
     is_scalar_for,
     load_by_module,
+    why_not_filled,
 )
 from fastserial.checkpoints.tensor_read import (
     direct_extent,
@@ -188,35 +190,11 @@ def _needs_own(module: torch.nn.Module, state: Mapping[str, Any], match: _Match)
     if match.is_refused:
         return False
     conversion = conversion_of(module)
-    if conversion is Conversion.USERS or not _is_in_memory(module, state):
+    if conversion is Conversion.USERS or not is_in_memory(module, state):
         return True
     if conversion is Conversion.TORCHS:
         return bool(match.problems or match.left.missing_keys or match.left.unexpected_keys)
     return bool(match.problems) and match.only_scalars
-
-
-def _is_in_memory(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
-    """Return whether a state has tensors of the module only: to fill them is to fill it."""
-    spots = {
-        _spot(value)
-        for one in module.modules()
-        for group in (one._parameters, one._buffers, vars(one))
-        for value in group.values()
-        if isinstance(value, torch.Tensor)
-    }
-    spots.add(None)
-    return all(isinstance(one, torch.Tensor) and _spot(one) in spots for one in state.values())
-
-
-def _spot(tensor: torch.Tensor) -> tuple[torch.device, int] | None:
-    """Return device and address of a tensor's storage, None if it has no memory."""
-    if is_lazy(tensor):
-        return None
-    try:
-        address = tensor.untyped_storage().data_ptr()
-    except ours(NotImplementedError, RuntimeError):
-        return None
-    return (tensor.device, address) if address else None
 
 
 # -- what is to be filled ------------------------------------------------------------------------
@@ -336,20 +314,14 @@ def _objection(target: torch.Tensor, stored: TensorEntry) -> str | None:
     dtype = str(target.dtype).removeprefix("torch.")
     if type(target) is not torch.Tensor and type(target) is not torch.nn.Parameter:
         return f"a {type(target).__name__} cannot be filled in place"
-    if target.layout is not torch.strided or target.is_quantized or target.is_nested:
-        return "only plain tensors can be filled in place"
-    if target.device.type == "meta":
-        return "it has no memory yet (device meta): use to_empty() first"
+    if (why := why_not_filled(target)) is not None:
+        return why
     if dtype != stored.dtype:
         return f"its dtype is {dtype}, in the checkpoint {stored.dtype}"
     if tuple(target.shape) != stored.shape:
         return f"its shape is {tuple(target.shape)}, in the checkpoint {stored.shape}"
     if target.is_conj() or target.is_neg():
         return "it is conjugated or negated: resolve_conj() and resolve_neg() it first"
-    if any(
-        size > 1 and step == 0 for size, step in zip(stored.shape, target.stride(), strict=True)
-    ):
-        return "several of its elements are one in memory (expand): clone() it first"
     return None
 
 

@@ -176,3 +176,40 @@ def _part(value: Any, key: str) -> dict[str, Any]:
 def is_scalar_for(target: torch.Tensor, shape: tuple[int, ...]) -> bool:
     """Return whether torch takes a stored tensor of one element for one without dimensions."""
     return not is_lazy(target) and target.dim() == 0 and shape == (1,)
+
+
+def is_in_memory(module: Module, state: Mapping[str, Any]) -> bool:
+    """Return whether a state has tensors of the module only: to fill them is to fill it."""
+    spots = {
+        _spot(value)
+        for one in module.modules()
+        for group in (one._parameters, one._buffers, vars(one))
+        for value in group.values()
+        if isinstance(value, torch.Tensor)
+    }
+    spots.add(None)
+    return all(isinstance(one, torch.Tensor) and _spot(one) in spots for one in state.values())
+
+
+def _spot(tensor: Any) -> tuple[torch.device, int] | None:
+    """Return device and address of a tensor's storage, None if it has no memory."""
+    if is_lazy(tensor):
+        return None
+    try:
+        local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+        address = local.untyped_storage().data_ptr()
+    except ours(NotImplementedError, RuntimeError):
+        return None
+    return (local.device, address) if address else None
+
+
+def why_not_filled(tensor: torch.Tensor) -> str | None:
+    """Return why a tensor cannot be filled in place; None if it can."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return "only plain tensors can be filled in place"
+    if tensor.device.type == "meta":
+        return "it has no memory yet (device meta): use to_empty() first"
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    if tensor.numel() and any(size > 1 and step == 0 for size, step in steps):
+        return "several of its elements are one in memory (expand): clone() it first"
+    return None

@@ -51,7 +51,15 @@ def test_buffer_and_statistics(capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {}
     assert _take_writer({"checkpoint": {"writer": writer}}, options) == []
     assert options["queue_depth"] == 5
-    report = SaveReport("a.pt", "zip", 8, 0.5, "threads", direct=False, durable=True)
+    report = SaveReport(
+        path="a.pt",
+        container="zip",
+        bytes=8,
+        seconds=0.5,
+        engine="threads",
+        direct=False,
+        durable=True,
+    )
     options["on_report"](report)
     options["on_report"](replace(report, rank=1))  # of the same file
     assert capsys.readouterr().out == f"{report}\n"

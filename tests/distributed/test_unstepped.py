@@ -55,7 +55,7 @@ def test_a_stepped_one_goes_back(tmp_path: Path) -> None:
 def test_ranks(tmp_path: Path, kind: str) -> None:
     if kind == "fsdp" and torch.__version__.startswith("2.6."):
         pytest.skip("torch 2.6 has no FSDP2 on CPUs")
-    names = ("adam foreach", "sgd") if kind == "ddp" else ("adam fused", "rows")
+    names = ("adam foreach", "sgd") if kind == "ddp" else ("adam fused", "rows", "asking")
     ranks.run("ranks_train", 2, "unstepped", tmp_path, kind, *names)
 
 

@@ -189,6 +189,8 @@ class Asking(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
+                if parameter.grad is None:
+                    continue
                 state["mean"] = state.get("mean", 0) * 0.5 + parameter.grad
                 parameter.sub_(state["mean"] * group["lr"])
 

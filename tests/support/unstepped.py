@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from support.own_loading import Asking
+
 
 class Rows(torch.optim.Optimizer):
     """Keeps a number for each row, which is split as the parameter is."""
@@ -40,6 +42,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
     "rows": Rows,
+    "asking": Asking,
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
 }
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
+from fastserial.checkpoints.own_loading import why_not_filled
 from fastserial.distributed.sharding.file_index import FileTensor, is_plain_tuple
 from fastserial.distributed.sharding.pieces import Holding, as_dtensor, holding, local_of
 from fastserial.distributed.state.states import LiveState
@@ -382,14 +383,7 @@ def _objection(held: Holding, there: FileTensor, cast: bool) -> str | None:
             return f"its dtype is {spec.dtype} here, in the file {there.dtype} (cast=True converts)"
         if not torch.can_cast(there.dtype, spec.dtype):
             return f"{there.dtype} in the file cannot be converted to {spec.dtype}"
-    if local.device.type == "meta":
-        return "it has no memory yet (device meta): use to_empty() first"
-    if local.layout is not torch.strided or local.is_quantized or local.is_nested:
-        return "only plain tensors can be filled in place"
-    steps = zip(local.shape, local.stride(), strict=True)
-    if local.numel() and any(size > 1 and step == 0 for size, step in steps):
-        return "several of its elements are one in memory (expand): clone() it first"
-    return None
+    return why_not_filled(local)
 
 
 def path_name(path: Path) -> str:

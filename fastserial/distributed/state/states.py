@@ -20,7 +20,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from fastserial.checkpoints.own_loading import Conversion, conversion_of, is_torchs, load_state
+from fastserial.checkpoints.own_loading import (
+    Conversion,
+    conversion_of,
+    is_in_memory,
+    is_torchs,
+    load_state,
+)
 from fastserial.distributed.sharding.pieces import as_dtensor
 from fastserial.errors import ConfigError, LoadMismatchError
 from fastserial.interrupts import ours
@@ -184,11 +190,7 @@ class LiveState:
         self._versions: Any = getattr(state, "_metadata", None)
         conversion = conversion_of(value)
         self.converts = conversion is not Conversion.NONE
-        known = {_memory(tensor) for tensor in _own_tensors(value)}
-        self._loose = any(
-            not isinstance(entry, torch.Tensor) or is_lazy(entry) or _memory(entry) not in known
-            for entry in self.entries.values()
-        )
+        self._loose = not is_in_memory(value, self.entries)
         self._loose |= conversion is Conversion.USERS
 
     @property
@@ -341,9 +343,3 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     for tensor in chain(module.parameters(), module.buffers()):
         if not is_lazy(tensor):
             yield tensor
-
-
-def _memory(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    sharded = as_dtensor(tensor)
-    local = sharded._local_tensor if sharded is not None else tensor
-    return local.device, local.untyped_storage().data_ptr()
