@@ -270,11 +270,11 @@ class RemoteSource:
         size: of the object (bytes).
     """
 
-    def __init__(self, url: str, timeout: float = _TIMEOUT) -> None:
+    def __init__(self, url: str, timeout: float | None = None) -> None:
         """Ask for its size.
 
         Args:
-            timeout: seconds without a byte for which a request is tried again.
+            timeout: seconds without a byte for which a request is tried again, by default a minute.
 
         Raises:
             FileNotFoundError: there is no such object.
@@ -287,8 +287,8 @@ class RemoteSource:
             raise ConfigError(f"{url}: names no file. A URL has the form s3://bucket/path/file")
         self.name = url
         self._pid = os.getpid()
-        self._timeout = timeout
-        self._one_call = min(_ONE_CALL, timeout / 4)
+        self._timeout = _TIMEOUT if timeout is None else timeout
+        self._one_call = min(_ONE_CALL, self._timeout / 4)
         try:
             self._folder = remote_folder(f"{scheme}://{folder}", self._one_call)
         except ours(FileNotFoundError) as error:
