@@ -25,7 +25,7 @@ from typing import Any
 from fastserial.checksums import crc32, crc_mismatch
 from fastserial.config import current
 from fastserial.errors import CorruptCheckpointError, RemoteError
-from fastserial.files.durable import make_folder
+from fastserial.files.durable import make_folder, replace_bytes
 from fastserial.files.remote import ReadAhead, RemoteSource, remote_folder
 from fastserial.interrupts import Locked, ours, suppress
 from fastserial.saving.writer import FastFileWriter
@@ -256,8 +256,8 @@ class Mirror:
 
     def _keep_run(self, run: str) -> None:
         self._run = run
-        with suppress(OSError), open(os.path.join(self._folder.path, _RUN), "w") as file:
-            file.write(run)
+        with suppress(OSError):  # not a part of it after a crash, which would be another run's
+            replace_bytes(os.path.join(self._folder.path, _RUN), run.encode(), current().durable)
 
     def _read(self, fd: int, checksums: list[int]) -> Iterator[bytes]:
         """Yield a file's bytes at no more than the bandwidth; append their CRC-32 at the end."""

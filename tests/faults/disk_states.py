@@ -23,7 +23,8 @@ _BLOCK = 4096
 _SECTOR = 512
 _MOST_CUTS = 16  # of a write, at whole pages
 _MOST_PAIRS = 400  # of one window
-_LOOP_SET_FD, _LOOP_CLR_FD, _LOOP_CTL_GET_FREE = 0x4C00, 0x4C01, 0x4C82
+_LOOP_SET_FD, _LOOP_SET_STATUS64, _LOOP_CTL_GET_FREE = 0x4C00, 0x4C04, 0x4C82
+_LOOP_INFO64, _FLAGS_AT, _AUTOCLEAR = 232, 52, 4  # size (bytes), where its flags are
 _MS_RDONLY = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -224,12 +225,13 @@ def mounted(image: Path, kind: str, where: Path, options: str = "") -> Iterator[
                 if ctypes.get_errno() != errno.EBUSY:
                     raise OSError(ctypes.get_errno(), "umount")
     finally:
-        fcntl.ioctl(loop, _LOOP_CLR_FD)
         os.close(loop)
 
 
 def _attached(image: Path) -> tuple[str, int]:
-    """Return a loop device of an image, and its descriptor."""
+    """Return a loop device of an image, and its descriptor: detached when nobody has it open."""
+    info = bytearray(_LOOP_INFO64)
+    struct.pack_into("=I", info, _FLAGS_AT, _AUTOCLEAR)
     file = os.open(image, os.O_RDWR)
     control = os.open("/dev/loop-control", os.O_RDWR)
     try:
@@ -238,6 +240,7 @@ def _attached(image: Path) -> tuple[str, int]:
             loop = os.open(device, os.O_RDWR)
             try:
                 fcntl.ioctl(loop, _LOOP_SET_FD, file)
+                fcntl.ioctl(loop, _LOOP_SET_STATUS64, bytes(info))
                 return device, loop
             except OSError as error:  # another process was faster
                 os.close(loop)

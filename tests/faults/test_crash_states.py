@@ -33,6 +33,7 @@ from workloads import (
     files_of,
     folder_name,
     looked_at,
+    skip_without,
     variables,
 )
 
@@ -170,6 +171,7 @@ def scratch() -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", OURS)
 def test_old_or_new(name: str, recorded: dict[str, Recorded], scratch: Path) -> None:
+    skip_without(OURS[name])
     result = judge(OURS[name], recorded[name], scratch)
     print(result.row(name))
     assert result.worst is None, result.story(recorded[name].operations)
@@ -178,8 +180,7 @@ def test_old_or_new(name: str, recorded: dict[str, Recorded], scratch: Path) -> 
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_what_others_lose_is_found(name: str, recorded: dict[str, Recorded], scratch: Path) -> None:
-    if not CONTROLS[name].can_run:
-        pytest.skip(f"needs {CONTROLS[name].needs}")
+    skip_without(CONTROLS[name])
     result = judge(CONTROLS[name], recorded[name], scratch)
     print(result.row(name))
     print(result.story(recorded[name].operations))

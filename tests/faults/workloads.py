@@ -113,6 +113,12 @@ class Workload:
         return all(importlib.util.find_spec(name) is not None for name in self.needs)
 
 
+def skip_without(workload: Workload) -> None:
+    """Skip the test if something is missing."""
+    if not workload.can_run:
+        pytest.skip(f"needs {', '.join(workload.needs)}")
+
+
 def looked_at(workload: Workload, before: Files, after: Files, state: State, scratch: Path) -> str:
     """Make a state in a new folder, and say what it holds."""
     folder = scratch / "state"
@@ -212,6 +218,18 @@ def two_steps(folder: Path) -> None:
 
 def third_step(folder: Path) -> None:
     _save_steps(folder, 3)
+
+
+def with_a_mirror(folder: Path) -> None:
+    remote = (folder.parent / f"{folder.name}-remote").as_uri()
+    weight = {"weight": torch.ones(10)}
+    with fastserial.Checkpointer(folder / "run", weight, keep=1, mirror=remote) as checkpointer:
+        checkpointer.save(3)
+
+
+def the_run_of_a_mirror(folder: Path, before: Files, after: Files) -> str:
+    """Say whether the identity of the run is there; a part of it would be another run's."""
+    return a_file(folder, before, after, "run/.fastserial.run")
 
 
 def resumed(folder: Path, before: Files, after: Files) -> str:
@@ -432,6 +450,14 @@ OURS: dict[str, Workload] = {
     "`FastFileWriter`": Workload(an_old_file, into_a_writer),
     "`Checkpointer`, new folder": Workload(nothing, third_step, resumed, matters=_folder_matters),
     "`Checkpointer`, prunes": Workload(two_steps, third_step, resumed, matters=_folder_matters),
+    "`Checkpointer`, its mirror's run": Workload(
+        nothing,
+        with_a_mirror,
+        the_run_of_a_mirror,
+        then=frozenset({"old", "new"}),
+        matters=lambda path: path.endswith(".fastserial.run"),
+        needs=("obstore",),
+    ),
     "`distributed.save`, 2 ranks": Workload(ranks_save_one(1), ranks_save_one(2), ranks=2),
     "DCP folder, 2 ranks, new": Workload(
         nothing, ranks_save_dcp(2), a_dcp_folder, ranks=2, matters=_folder_matters
