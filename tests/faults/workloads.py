@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -401,9 +402,12 @@ def by_lightning(folder: Path) -> None:
     from lightning.fabric.utilities.cloud_io import _atomic_save
 
     fastserial.uninstall()
+    # its temporary file: on another file system it would be copied over the old one
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
     try:
         _atomic_save(state(2), folder / "x.pt")
     finally:
+        tempfile.tempdir = before
         fastserial.install()
 
 
