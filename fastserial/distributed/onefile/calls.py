@@ -38,8 +38,9 @@ def save(
         obj: a nest of dicts, lists and tuples of whatever `torch.save` takes, with plain tensors,
             DTensors, FlatShards, modules and optimizers (these with their modules). What is no
             tensor, the buffers of modules, and plain tensors of less than 1 MiB, count as rank 0
-            has them; larger plain tensors have to be equal on all ranks (option `compare`). No
-            rank may have a key that rank 0 does not have.
+            has them; larger plain tensors, those of an optimizer, its parameter groups, and
+            integers under a key such as "step" have to be equal on all ranks (option `compare`).
+            No rank may have a key that rank 0 does not have.
         path: on a file system that all ranks see. As rank 0 gives it.
         group: the ranks that save; by default all.
         writers: which ranks write: all, one of each node, or a number of them.
