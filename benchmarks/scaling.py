@@ -29,12 +29,10 @@ from fastserial.console import say
 from fastserial.distributed.load.read_plan import ReadPlan
 from fastserial.distributed.load.reader import divided_jobs, grids_of
 from fastserial.distributed.load.wanted import Demands, demands_of, texts_of
-from fastserial.distributed.onefile.saver import tile_bytes
-from fastserial.distributed.plan.division import FilePlan
 from fastserial.distributed.plan.matching import TensorMatch
-from fastserial.distributed.plan.schedule import Move, Schedule
 from fastserial.distributed.ranks.distinct import digest_of, gather_distinct
 from fastserial.distributed.ranks.group import Traffic
+from fastserial.distributed.save.partition import FilePlan, Move, Partition
 from fastserial.distributed.sharding.file_index import FileTensor
 from fastserial.distributed.sharding.pieces import (
     Holding,
@@ -185,7 +183,7 @@ def plan_of_a_save(case: Case, rank: int) -> Callable[[], Counts]:
     message = pickle.dumps(file_plan_of(specs, case.ranks))
 
     def work() -> Counts:
-        made = Schedule(pickle.loads(message), specs, rank, case.ranks, tile_bytes(case.ranks))
+        made = Partition(pickle.loads(message), specs, rank, case.ranks)
         for _ in made.own_pieces():
             pass
         sent = most = 0

@@ -26,7 +26,7 @@ TESTS = {
     "loading": """loading/test_reader.py loading/test_prefetch.py loading/test_load_damaged.py
         loading/test_load_forms.py loading/test_load_files.py
         memory/test_device_transfers.py""",
-    "distributed": """distributed/test_schedule.py distributed/test_copies.py
+    "distributed": """distributed/test_partition.py distributed/test_copies.py
         distributed/test_shared_file.py distributed/test_dcp_storage.py distributed/test_targets.py
         distributed/test_distributed_save.py""",
     "checksums.py": """saving/test_extent_writer.py saving/test_incremental.py
@@ -67,9 +67,9 @@ FAULTS = [
     Fault("memory is taken without a bound", "loading/prefetch.py", "elif self._held + group.nbytes > LOOK_AHEAD:", "elif False:"),  # noqa: E501
     Fault("a group is there with its first block", "loading/prefetch.py", "self.left = (self.left or 0) - 1", "self.left = 0"),  # noqa: E501
     Fault("damage found while reading ahead is kept silent", "loading/prefetch.py", "if isinstance(self.error, CorruptCheckpointError):\n                    raise", "if False:\n                    raise"),  # noqa: E501
-    Fault("a block goes to a rank twice", "distributed/plan/division.py", "return -(-first // GRAIN), stop // GRAIN", "return first // GRAIN, -(-stop // GRAIN)"),  # noqa: E501
-    Fault("a move goes to another place of its tile", "distributed/plan/schedule.py", "tile = at + piece.offset - first", "tile = at"),  # noqa: E501
-    Fault("a tile ends where another range's does", "distributed/plan/schedule.py", "end = min(stop, first + tile_bytes - used)", "end = min(stop, first + tile_bytes)"),  # noqa: E501
+    Fault("a block goes to a rank twice", "distributed/save/partition.py", "if begin != seen and (record.offset % GRAIN or end == begin):", "if record.offset % GRAIN or end == begin:"),  # noqa: E501
+    Fault("a move goes to another place of its tile", "distributed/save/partition.py", "found.pieces[piece] = at + piece.offset - first", "found.pieces[piece] = at"),  # noqa: E501
+    Fault("the tiles of a slab end elsewhere", "distributed/save/partition.py", "end = first + min(high, low + (tile + 1) * record.tile - done)", "end = first + high"),  # noqa: E501
     Fault("another rank's file is not compared", "distributed/onefile/shared_file.py", "if (found.st_ino, found.st_size) != (identity.inode, identity.nbytes):", "if False:"),  # noqa: E501
     Fault("another rank does not sync", "distributed/onefile/shared_file.py", "        synced(self.fd)", "        pass"),  # noqa: E501
     Fault("copies are not compared", "distributed/ranks/copies.py", "if first.setdefault(leaf, checksum) != checksum:", "if first.setdefault(leaf, checksum) is None:"),  # noqa: E501

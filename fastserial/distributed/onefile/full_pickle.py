@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fastserial.distributed.plan.division import FilePlan
+from fastserial.distributed.save.partition import FilePlan
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import as_dtensor
 from fastserial.distributed.state.merging import LeafSpec

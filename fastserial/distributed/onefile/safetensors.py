@@ -19,9 +19,9 @@ import torch
 from fastserial.checkpoints.convert import type_name
 from fastserial.config import current
 from fastserial.distributed.onefile.saver import SaveTask, Writers
-from fastserial.distributed.plan.division import FilePlan
 from fastserial.distributed.ranks.call import call_of
 from fastserial.distributed.ranks.group import Traffic, collective, path_of
+from fastserial.distributed.save.partition import FilePlan
 from fastserial.distributed.sharding.pieces import as_dtensor, local_of
 from fastserial.distributed.state.states import state_of_module
 from fastserial.distributed.state.tables import StateTable

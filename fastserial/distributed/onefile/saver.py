@@ -3,7 +3,7 @@
 1. Each rank makes the table of its state, and rank 0 lays the file out over memory that is never
    touched.
 2. If the tables are alike, rank 0 makes the new file and sends the offsets of the records. Each
-   rank makes its own schedule, unless the last one was made from the same, and opens the file.
+   rank finds out what it writes and sends, unless the last plan was the same, and opens the file.
 3. The bytes flow.
 4. Rank 0 gets the checksums, writes what needs them, syncs, renames.
 
@@ -25,12 +25,11 @@ from fastserial.config import current
 from fastserial.distributed.onefile.full_pickle import FileLayout, StandIns, lay_out
 from fastserial.distributed.onefile.shard_writer import ShardWriter
 from fastserial.distributed.onefile.shared_file import FileIdentity, NewFile, OpenedFile
-from fastserial.distributed.plan.division import FilePlan
-from fastserial.distributed.plan.schedule import Schedule
 from fastserial.distributed.ranks.call import call_of
 from fastserial.distributed.ranks.copies import differing
 from fastserial.distributed.ranks.exchange import Exchange
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
+from fastserial.distributed.save.partition import FilePlan, Partition
 from fastserial.distributed.sharding.pieces import TensorSpec
 from fastserial.distributed.state.agreement import Agreement
 from fastserial.distributed.state.facts import facts_of
@@ -129,10 +128,6 @@ def writing_ranks(writers: Writers, nodes: Sequence[str], alignment: int) -> lis
 
 
 TIMEOUT = 600.0  # seconds
-# Bytes of one rank's tile, and of the tiles of all ranks in one round.
-_TILE = 16 * 1024 * 1024
-_TILES = 32 * 1024 * 1024
-_SMALLEST_TILE = 64 * 1024
 
 
 class _Written(NamedTuple):
@@ -171,7 +166,7 @@ class _KeptPlan(NamedTuple):
 
     made_from: tuple[Any, ...]
     specs: Sequence[TensorSpec]
-    made: Schedule
+    made: Partition
 
 
 def save_file(
@@ -243,7 +238,7 @@ class SaveTask:
         traffic = self.traffic
         with paused_collection():
             found, table = self._plan(obj)
-            kept = self._schedule(table)
+            kept = self._partition(table)
             if self._new is None:
                 self._opened = OpenedFile(self._decision.file)
         planned = perf_counter()
@@ -302,15 +297,14 @@ class SaveTask:
             kept = traffic.kept["table"] = _KeptTable(facts, table)
         return kept.table
 
-    def _schedule(self, table: StateTable) -> _KeptPlan:
+    def _partition(self, table: StateTable) -> _KeptPlan:
         """Return what this rank does: that of the last save, if it was made from the same."""
         traffic, decision = self.traffic, self._decision
         made_from = decision.plan, decision.ranges, decision.grids, table.digest
         kept = traffic.kept.get(self.container)
         if not isinstance(kept, _KeptPlan) or kept.made_from != made_from:
             specs = table.completed(decision.ranges, decision.grids)
-            tile = tile_bytes(traffic.size)
-            made = Schedule(decision.plan, specs, traffic.rank, traffic.size, tile)
+            made = Partition(decision.plan, specs, traffic.rank, traffic.size)
             kept = traffic.kept[self.container] = _KeptPlan(made_from, specs, made)
         return kept
 
@@ -443,8 +437,3 @@ class SaveTask:
         if self._opened is not None:
             steps += [self._opened.remove, self._opened.close]
         finish(*steps)
-
-
-def tile_bytes(size: int) -> int:
-    """Return the most bytes of a tile in a group of `size` ranks."""
-    return max(_SMALLEST_TILE, min(_TILE, _TILES // size // _SMALLEST_TILE * _SMALLEST_TILE))

@@ -13,13 +13,19 @@ import torch
 from fastserial.checksums import CrcLedger, PartialCrc
 from fastserial.config import Config
 from fastserial.distributed.onefile.full_pickle import FileLayout
-from fastserial.distributed.plan.division import FilePlan
-from fastserial.distributed.plan.schedule import CONTAINER, FileRange, Move, Round, Schedule
 from fastserial.distributed.ranks.exchange import (
     Exchange,
     gathered_memory,
     held_in_box,
     held_in_range,
+)
+from fastserial.distributed.save.partition import (
+    CONTAINER,
+    FilePlan,
+    FileRange,
+    Move,
+    Partition,
+    Round,
 )
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.state.tables import RecordSource, devices_of
@@ -39,7 +45,7 @@ _COMPARED = 32 * 1024 * 1024  # bytes that are compared with a base between two 
 
 
 class ShardWriter:
-    """Writes what a schedule gives this rank.
+    """Writes what a partition gives this rank.
 
     Attributes:
         nbytes: how many bytes it writes.
@@ -55,7 +61,7 @@ class ShardWriter:
     def __init__(
         self,
         plan: FilePlan,
-        made: Schedule,
+        made: Partition,
         sources: Sequence[RecordSource],
         laid_out: FileLayout | None,
     ) -> None:
@@ -190,7 +196,7 @@ class ShardWriter:
                     r: [self._held(move) for move in moves] for r, moves in found.sends.items()
                 }
                 receives = {
-                    r: [self._in_tile(move, tile) for move in moves]
+                    r: [self._in_tile(move, tile[found.pieces[move.piece] :]) for move in moves]
                     for r, moves in found.receives.items()
                 }
             self._write(out, _first(own, share))
@@ -262,9 +268,9 @@ class ShardWriter:
         raise ValueError(f"this rank has no {part} of {self._sources[piece.source].key}")
 
     def _in_tile(self, move: Move, tile: torch.Tensor) -> torch.Tensor:
-        """Return where what a move brings belongs."""
-        piece, at, _, part = move
-        flat = tile[at : at + piece.length]
+        """Return where what a move brings belongs, in the bytes from its piece's first one on."""
+        piece, part = move
+        flat = tile[: piece.length]
         if part is None:
             return flat
         spec = self._sources[piece.source].spec
@@ -273,7 +279,7 @@ class ShardWriter:
 
     def _tile_extents(self, found: Round, tile: torch.Tensor) -> Iterator[Extent]:
         address = tile.data_ptr()
-        for piece, at in found.pieces:
+        for piece, at in found.pieces.items():
             base = address + at - piece.start
             memory = HostMemory(base, self._size_of(piece), tile)
             yield self._extent(piece, memory)
@@ -322,5 +328,5 @@ def _first(extents: Iterator[Extent], nbytes: int) -> Iterator[Extent]:
 
 def _nbytes(found: Round) -> int:
     """Return how many bytes a tile takes; whole numbers of any type fit."""
-    end = max((at + piece.length for piece, at in found.pieces), default=0)
+    end = max((at + piece.length for piece, at in found.pieces.items()), default=0)
     return end + -end % 16

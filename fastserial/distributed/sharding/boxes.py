@@ -38,11 +38,9 @@ class Box(NamedTuple):
 def intersect(a: Box, b: Box) -> Box | None:
     """Return what two boxes of one tensor share, None if that is nothing."""
     offsets = tuple(map(max, a.offsets, b.offsets))
-    ends = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    sizes = tuple(
-        min(x + m, y + n) - offset for (x, m, y, n), offset in zip(ends, offsets, strict=True)
-    )
-    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+    ends = zip(a.offsets, a.sizes, b.offsets, b.sizes, offsets, strict=True)
+    sizes = tuple([min(x + m, y + n) - offset for x, m, y, n, offset in ends])
+    return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
 
 
 def boxes_of_range(shape: Sequence[int], first: int, stop: int) -> list[Box]:

@@ -52,6 +52,9 @@ class Mesh(NamedTuple):
     grids: tuple[tuple[int, ...], ...]
     splits: tuple[Split, ...]
 
+    def __hash__(self) -> int:
+        return hash((self.shape, self.splits))  # of all ranks it would take long for each tensor
+
     def index_of(self, rank: int) -> int | None:
         """Return a rank's row-major index in its grid, None if it is in none."""
         for grid in self.grids:

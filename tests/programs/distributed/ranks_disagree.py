@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fastserial
 from fastserial import distributed
-from fastserial.distributed.plan.division import FilePlan
 from fastserial.distributed.ranks import group
 from fastserial.distributed.ranks.group import Traffic
+from fastserial.distributed.save.partition import FilePlan, Partition
 from fastserial.distributed.state import walk
 from fastserial.distributed.state.agreement import Agreement
 from fastserial.errors import DistributedError, LoadMismatchError, MismatchedCallError
@@ -181,7 +181,7 @@ def versions(state: dict[str, torch.Tensor], mesh: Any) -> list[dict[str, torch.
 def tensors(folder: str, seed: str, count: str, control: str = "") -> None:
     """Each tensor of a file is, as a whole, what one rank had; print how often that is not so."""
     if control:
-        FilePlan.cover = _divided  # type: ignore[method-assign]
+        Partition.__init__ = _divided  # type: ignore[method-assign]
     chance = random.Random(int(seed))
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
     mixed = refused = 0
@@ -206,10 +206,11 @@ def tensors(folder: str, seed: str, count: str, control: str = "") -> None:
     print(mixed, refused)
 
 
-def _divided(plan: FilePlan, source: int, spec: Any, size: int) -> Any:
-    from fastserial.distributed.plan.division import cover_of
+_init = Partition.__init__
 
-    return cover_of(spec.shape, spec.held, size)
+
+def _divided(self: Partition, plan: FilePlan, *arguments: Any) -> None:
+    _init(self, plan._replace(cuts_replicas=True), *arguments)
 
 
 def compared(folder: str) -> None:

@@ -1,0 +1,1 @@
+"""Who writes what of a save."""
