@@ -12,7 +12,7 @@ import io
 import marshal
 import pickle
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import (
 
 from fastserial.checksums import crc32
 from fastserial.config import current
-from fastserial.distributed.plan.balance import Assignment, Workload, assign
+from fastserial.distributed.layout.placement import Share
 from fastserial.distributed.ranks.call import ranks_in_words
 from fastserial.distributed.ranks.copies import checksums, differing
 from fastserial.distributed.sharding.boxes import Box
@@ -150,7 +150,9 @@ def _with_shards(state: Mapping[str, Any], meshes: dict[int, tuple[int, ...]]) -
 def divide(
     plans: Sequence[SavePlan], lowest: bool, whole: Collection[str], apart: Collection[str]
 ) -> list[SavePlan]:
-    """Return plans in which each element is written once, and each rank has about as many bytes.
+    """Return plans in which each element is written once.
+
+    Of what the same ranks have, each writes about as many bytes: consecutive tensors.
 
     Args:
         plans: of the ranks: all that each of them has. Of what differs, the first rank's counts.
@@ -176,21 +178,26 @@ def divide(
                 )
             if first.setdefault(item.index, item).tensor_data == item.tensor_data:
                 owners.setdefault(item.index, []).append(rank)
-    work: list[Workload] = []
+    totals: dict[tuple[int, ...], int] = {}  # bytes of what the same ranks have
     kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for index, ranks in owners.items():
         _refuse_mixture(kinds, index.fqn, first[index].tensor_data, ranks[0])
-        data, nbytes = first[index].tensor_data, first[index].tensor_storage_size() or 0
-        rows = 1
-        if lowest or data is None or index.fqn in apart:
-            ranks = ranks[:1]
-        elif len(ranks) > 1 and nbytes >= SHARED_FROM and index.fqn not in whole:
-            rows = data.chunk.sizes[_dim(data.chunk.sizes, len(ranks))]
-        work.append(Workload(nbytes, tuple(ranks), rows))
+        if lowest or first[index].tensor_data is None or index.fqn in apart:
+            del ranks[1:]
+        nbytes = first[index].tensor_storage_size() or 0
+        totals[tuple(ranks)] = totals.get(tuple(ranks), 0) + nbytes
+    before = dict.fromkeys(totals, 0)
     items: list[list[WriteItem]] = [[] for _ in plans]
-    held = list(first.values())
-    for share in assign(work, len(plans)):
-        items[share.rank].append(_cut(held[share.item], work[share.item], share))
+    for index, ranks in owners.items():
+        item, same = first[index], tuple(ranks)
+        nbytes = item.tensor_storage_size() or 0
+        if len(ranks) > 1 and nbytes >= SHARED_FROM and index.fqn not in whole:
+            for rank, part in zip(ranks, _parts(item, len(ranks)), strict=True):
+                items[rank] += part
+        else:
+            share = Share(2 * before[same] + nbytes, 2 * totals[same])
+            items[ranks[share.of(len(ranks))]].append(item)
+        before[same] += nbytes
     return [replace(plan, items=mine) for plan, mine in zip(plans, items, strict=True)]
 
 
@@ -222,17 +229,20 @@ def _dim(sizes: Sequence[int], ranks: int) -> int:
     return max(range(len(sizes)), key=lambda dim: sizes[dim])
 
 
-def _cut(item: WriteItem, work: Workload, share: Assignment) -> WriteItem:
-    """Return the rows of an item that a rank is to write."""
-    data, rows = item.tensor_data, share.stop - share.first
-    if data is None or rows == work.rows:
-        return item
-    dim = _dim(data.chunk.sizes, len(work.owners))
-    offsets, sizes = list(data.chunk.offsets), list(data.chunk.sizes)
-    offsets[dim] += share.first
-    sizes[dim] = rows
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    return _shard_item(item.index.fqn, replace(data, chunk=chunk))
+def _parts(item: WriteItem, count: int) -> Iterator[list[WriteItem]]:
+    """Yield equal parts of a tensor; a list is empty where there are not enough rows."""
+    data = item.tensor_data
+    if data is None:
+        raise ValueError(f"{item.index.fqn} is no tensor")
+    dim = _dim(data.chunk.sizes, count)
+    rows = data.chunk.sizes[dim]
+    for at in range(count):
+        low, high = rows * at // count, rows * (at + 1) // count
+        offsets, sizes = list(data.chunk.offsets), list(data.chunk.sizes)
+        offsets[dim] += low
+        sizes[dim] = high - low
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        yield [_shard_item(item.index.fqn, replace(data, chunk=chunk))] if low < high else []
 
 
 def _sharing(items: Iterable[WriteItem]) -> list[WriteItem]:

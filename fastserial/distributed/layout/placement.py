@@ -30,7 +30,7 @@ class Share(NamedTuple):
 
     def of(self, count: int) -> int:
         """Return which of `count` equal parts has the place."""
-        return count * self.at // max(self.total, 1)
+        return min(count * self.at // max(self.total, 1), count - 1)  # of nothing, the last
 
 
 class Run(NamedTuple):
