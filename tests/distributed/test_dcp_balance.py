@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import (
 
 from fastserial.distributed.dcp.planners import divide
 
-MIB = 1 << 20
+ROWS, ROW = 128, 8192  # of a MiB
 SHAPES = {
     "a GPT with the embedding last": [1, 1, 1, 4, 4] * 20 + [300],
     "many": [1] * 1000,
@@ -30,8 +30,8 @@ SHAPES = {
 
 
 def item(key: str, rows: int) -> WriteItem:
-    """Return a tensor of `rows` MiB."""
-    size = torch.Size((rows, MIB))
+    """Return a tensor of so many rows."""
+    size = torch.Size((rows, ROW))
     chunk = ChunkStorageMetadata(torch.Size((0, 0)), size)
     data = TensorWriteData(chunk, TensorProperties(torch.uint8), size)
     return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
@@ -42,7 +42,7 @@ def rows_of(plan: SavePlan) -> list[tuple[str, int, int]]:
     for one in plan.items:
         assert one.tensor_data is not None
         chunk = one.tensor_data.chunk
-        assert chunk.sizes[1] == MIB
+        assert chunk.sizes[1] == ROW
         found.append((one.index.fqn, chunk.offsets[0], chunk.sizes[0]))
     return found
 
@@ -50,11 +50,11 @@ def rows_of(plan: SavePlan) -> list[tuple[str, int, int]]:
 @pytest.mark.parametrize("name", SHAPES)
 def test_ranks_that_have_the_same_write_as_much(name: str) -> None:
     """As far as whole tensors allow it."""
-    items = [item(str(number), rows) for number, rows in enumerate(SHAPES[name])]
+    items = [item(str(number), rows * ROWS) for number, rows in enumerate(SHAPES[name])]
     whole = {one.index.fqn for one in items}
     found = divide([SavePlan(list(items)) for _ in range(4)], False, whole, set())
     load = [sum(rows for _, _, rows in rows_of(plan)) for plan in found]
-    assert max(load) <= sum(SHAPES[name]) / 4 + max(SHAPES[name])
+    assert max(load) <= ROWS * (sum(SHAPES[name]) / 4 + max(SHAPES[name]))
 
 
 def test_every_row_is_written_once() -> None:
@@ -65,7 +65,7 @@ def test_every_row_is_written_once() -> None:
         rows: dict[str, tuple[int, set[int]]] = {}
         for number in range(chance.randrange(20)):
             owners = chance.sample(range(ranks), chance.randrange(1, ranks + 1))
-            rows[str(number)] = chance.randrange(1, 9), set(owners)
+            rows[str(number)] = chance.randrange(1, 9) * ROWS, set(owners)
             for rank in owners:
                 held[rank].append(item(str(number), rows[str(number)][0]))
         whole = {key for key in rows if chance.random() < 0.5}

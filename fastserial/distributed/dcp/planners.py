@@ -186,7 +186,7 @@ def divide(
             del ranks[1:]
         nbytes = first[index].tensor_storage_size() or 0
         totals[tuple(ranks)] = totals.get(tuple(ranks), 0) + nbytes
-    before = dict.fromkeys(totals, 0)
+    done = dict.fromkeys(totals, 0)
     items: list[list[WriteItem]] = [[] for _ in plans]
     for index, ranks in owners.items():
         item, same = first[index], tuple(ranks)
@@ -195,9 +195,9 @@ def divide(
             for rank, part in zip(ranks, _parts(item, len(ranks)), strict=True):
                 items[rank] += part
         else:
-            share = Share(2 * before[same] + nbytes, 2 * totals[same])
+            share = Share(2 * done[same] + nbytes, 2 * totals[same])
             items[ranks[share.of(len(ranks))]].append(item)
-        before[same] += nbytes
+        done[same] += nbytes
     return [replace(plan, items=mine) for plan, mine in zip(plans, items, strict=True)]
 
 

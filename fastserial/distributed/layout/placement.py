@@ -66,9 +66,16 @@ class SplitDim:
         self.size = size
         self._axes = tuple(axes)
         self.parts = prod(axis.factor for axis in axes)  # at most so many runs of one holder
+        self._only: tuple[int, int] | None = None  # of a single axis: size of a chunk, and its step
+        if len(axes) == 1 and axes[0].factor == 1:
+            self._only = max(1, -(-size // axes[0].shards)), axes[0].step
 
     def at(self, index: int) -> Run:
         """Return who holds an index, and how much around it."""
+        if self._only is not None:  # most often; the same as below
+            chunk, step = self._only
+            at, offset = divmod(index, chunk)
+            return Run(at * step, offset, min(chunk, self.size - at * chunk) - offset)
         total, found, before, after = self.size, 0, index, self.size - index
         for shards, factor, step in self._axes:
             if factor > 1:
@@ -288,6 +295,7 @@ class MeshHolders(Holders):
             raise ValueError(_INCOMPLETE)
         self._shape, self._ranks = shape, ranks
         self._replica = replica
+        self._grid, self._base = ranks.replicas[replica]
         self._strides = contiguous_stride(shape)
         self._dims: dict[int, SplitDim] = {}
         for dim, size in enumerate(shape):
@@ -327,7 +335,8 @@ class MeshHolders(Holders):
 
     def rank_at(self, index: int) -> int:
         """Return the rank at an index of the replica."""
-        return self._ranks.rank_at(self._replica, index)
+        rank = self._grid[self._base + index]
+        return rank if rank >= 0 else self._ranks.rank_at(self._replica, index)
 
     def slab_at(self, element: int) -> Slab:
         """Return the slab that has an element."""
@@ -369,9 +378,12 @@ class MeshHolders(Holders):
     def parts(self, first: int, stop: int) -> Sequence[tuple[Box, int]]:
         found = self._parts.get((first, stop))
         if found is None:
-            found = [
-                part for row in boxes_of_range(self._shape, first, stop) for part in self._cut(row)
-            ]
+            rows = boxes_of_range(self._shape, first, stop)
+            rank, end = self.holder_at(first)
+            if stop <= end:
+                found = [(row, rank) for row in rows]
+            else:
+                found = [part for row in rows for part in self._cut(row)]
             if len(found) <= _PARTS_KEPT and len(self._parts) < _KEPT:
                 self._parts[first, stop] = found
         return found
@@ -389,9 +401,11 @@ class MeshHolders(Holders):
             yield Box(offsets, sizes), self.rank_at(sum(index))
 
     def own_parts(self, first: int, stop: int) -> Sequence[Box]:
+        if not self.spans or stop <= self.spans[0][0] or self.spans[-1][1] <= first:
+            return ()
         found = self._own_parts.get((first, stop))
         if found is None:
-            rows = boxes_of_range(self._shape, first, stop) if self._own else ()
+            rows = boxes_of_range(self._shape, first, stop)
             every = [intersect(row, box) for row in rows for box in self._own]
             found = [box for box in every if box is not None]
             if len(found) <= _PARTS_KEPT and len(self._own_parts) < _KEPT:
