@@ -330,6 +330,13 @@ def test_all_owners_of_a_large_interleaved_tensor_work_at_once() -> None:
             assert sum(piece.length for piece in one.round(key).pieces) == 4 * GRAIN
 
 
+def test_many_small_tensors_travel_at_once() -> None:
+    spec = TensorSpec((256,), torch.float32, Mesh((4,), ((0, 1, 2, 3),), (Split(0),)))
+    records = [(n, n, 1152 * n, spec.nbytes) for n in range(4000)]
+    made = Partition(FilePlan(1152 * 4000, records, [0, 1, 2, 3]), [spec] * 4000, 1, 4)
+    assert len(made.rounds) <= 2  # 64, if each record were counted
+
+
 @pytest.mark.parametrize("missing", [1, 2])
 def test_what_the_group_lacks_is_not_passed_over(missing: int) -> None:
     """Of two replicas one is incomplete; of shard 1 there is none, or one."""

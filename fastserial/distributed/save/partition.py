@@ -233,6 +233,7 @@ class Partition:
         before = dict.fromkeys(totals, 0)
         found: list[_Record] = []
         window = used = 0
+        seen = -1  # the last block that is counted
         for _, source, offset, nbytes in plan.records:
             item, holders, divided = 1, None, None
             shift = each = blocks = tile = 0
@@ -254,7 +255,10 @@ class Partition:
                         each = -(-longest * slab // divided.last.size)
                         blocks = each * divided.slabs * divided.runs
                         tile = max(1, most // divided.runs)
-            blocks += 1  # one in which it begins or ends
+            begin, end = offset // GRAIN, (offset + nbytes) // GRAIN
+            # Of those within it, and of those in which it begins or ends, if they are not counted.
+            blocks = min(blocks, end - begin) + (begin > seen) + (end > max(begin, seen))
+            seen = end
             if used and used + blocks > most:
                 window, used = window + 1, 0
             used += blocks
