@@ -16,22 +16,33 @@ import sys
 import time
 import tracemalloc
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from fastserial.bench.table import check_files
 from fastserial.console import say
 from fastserial.distributed.load.read_plan import ReadPlan
 from fastserial.distributed.load.reader import divided_jobs, grids_of
 from fastserial.distributed.load.wanted import Demands, demands_of, texts_of
+from fastserial.distributed.onefile.saver import SaveDecision, StateSummary, join_summaries
+from fastserial.distributed.onefile.shared_file import FileIdentity
 from fastserial.distributed.plan.matching import TensorMatch
-from fastserial.distributed.ranks.distinct import digest_of, gather_distinct
-from fastserial.distributed.ranks.group import Traffic
+from fastserial.distributed.ranks.call import RankCall
+from fastserial.distributed.ranks.copies import Copies
+from fastserial.distributed.ranks.distinct import (
+    Holders,
+    digest_of,
+    gather_distinct,
+    join_holders,
+)
+from fastserial.distributed.ranks.group import Arrival, Traffic
+from fastserial.distributed.ranks.links import framed
+from fastserial.distributed.ranks.tree import Neighbours, ancestors, neighbours
 from fastserial.distributed.save.partition import FilePlan, Move, Partition
 from fastserial.distributed.sharding.file_index import FileTensor
 from fastserial.distributed.sharding.pieces import (
@@ -42,9 +53,12 @@ from fastserial.distributed.sharding.pieces import (
     boxes_on,
     views,
 )
+from fastserial.distributed.state.agreement import Compared
+from fastserial.distributed.state.merging import Describer, described, merged
 from fastserial.errors import FastserialError
 from fastserial.formats.tensors import contiguous_stride
 from fastserial.progress import show_line
+from fastserial.reports import RankReport
 
 __all__ = ["ROWS", "Case", "Counts", "specs_of"]
 
@@ -196,23 +210,79 @@ def plan_of_a_save(case: Case, rank: int) -> Callable[[], Counts]:
     return work
 
 
-class _Simulated(Traffic):
-    """Connections of a rank to others, which say what they are told to."""
+class _Replayed:
+    """One rank's end of its connections: it receives what it is given, and counts what it sends."""
 
-    def __init__(self, rank: int, said: Sequence[list[Any]]) -> None:
-        """Take what all ranks say, at one `decide` after the other."""
-        stores: Any = dist
-        super().__init__(tuple(range(len(said[0]))), rank, stores.HashStore())
-        self._said = iter(said)
-        self.sent = 0
+    def __init__(self) -> None:
+        self.parts: dict[int, list[bytes]] = defaultdict(list)
+        self.sent = self.most = self._step = 0
 
-    def decide(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
-        """Return rank 0's decision, as the real one."""
-        every = next(self._said)
-        every[self.rank] = value
-        answer = pickle.dumps(decision(every))
-        self.sent += len(pickle.dumps(value)) if self.rank else len(answer) * (self.size - 1)
-        return pickle.loads(answer)
+    def give(self, rank: int, value: Any) -> None:
+        """Let a rank have sent a message."""
+        self.parts[rank] += framed(pickle.dumps(value))
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        self.sent += tensors[0].nbytes
+        self._step += 1
+        self.most = max(self.most, self._step)
+        return self
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        tensors[0].copy_(torch.frombuffer(bytearray(self.parts[rank].pop(0)), dtype=torch.uint8))
+        self._step = 0
+        return self
+
+    def wait(self, timeout: object) -> None:
+        pass
+
+
+def _replayed(case: Case, rank: int) -> tuple[Traffic, _Replayed, Neighbours]:
+    """Return a rank's traffic that is ready for a call, and what it is fed from."""
+    stores: Any = torch.distributed
+    traffic, fed = Traffic(tuple(range(case.ranks)), rank, stores.HashStore()), _Replayed()
+    traffic.links.group = fed
+    traffic.begin(600, RankCall("a save"))
+    around = neighbours(rank, case.ranks)
+    return traffic, fed, around
+
+
+def _below(rank: int, around: Neighbours, case: Case) -> dict[int, range]:
+    """Return the ranks that each child's messages are of."""
+    stop = rank + 1
+    while stop < case.ranks and rank in (stop, *ancestors(stop, case.ranks)):
+        stop += 1
+    return dict(zip(around.children, map(range, around.children, (*around.children[1:], stop)),
+                    strict=True))  # fmt: skip
+
+
+def _feed_distinct(
+    fed: _Replayed, around: Neighbours, below: Mapping[int, range], texts: Sequence[Sequence[bytes]]
+) -> None:
+    """Let the others have sent what `gather_distinct` asks them for, the first time.
+
+    Args:
+        texts: of each rank.
+    """
+    digests = {id(some): [digest_of(text) for text in some] for some in texts}
+
+    def holders(ranks: range) -> Holders:
+        found = [Holders({one: [(rank, rank + 1)] for one in digests[id(texts[rank])]})
+                 for rank in ranks]  # fmt: skip
+        return join_holders(found)
+
+    whole = holders(range(len(texts)))
+    news = {}
+    for digest, runs in whole.runs.items():
+        if runs != [(0, len(texts))]:
+            first = runs[0][0]
+            text = texts[first][digests[id(texts[first])].index(digest)]
+            news[first, digest] = zlib.compress(text, 1)
+    for child, ranks in below.items():
+        fed.give(child, holders(ranks))
+        fed.give(child, {digest: text for (rank, digest), text in news.items() if rank in ranks})
+    if around.parent is not None:
+        fed.give(around.parent, (whole.runs, {digest for _, digest in news}))
+        fed.give(around.parent, {digest: text for (_, digest), text in news.items()})
 
 
 def plan_of_a_load(case: Case, rank: int) -> Callable[[], Counts]:
@@ -237,15 +307,14 @@ def plan_of_a_load(case: Case, rank: int) -> Callable[[], Counts]:
                 yield TensorMatch(tensors[number], held)
 
     leaves = [((tensor.number,), tensor) for tensor in tensors]
-    said: list[list[Any]] = [[[]] * case.ranks, [{}] * case.ranks]
+    wanted: list[list[bytes]] = [[]] * case.ranks
     held = [spec.held.grids[0] for spec in specs if isinstance(spec.held, Mesh)]
     for members in {id(one): one for one in held}.values():
         texts = texts_of(jobs_of(members[0]), grids_of(leaves))
-        digests = [digest_of(text) for text in texts]
         for member in members:
-            said[0][member] = digests
-        said[1][members[0]] = dict(zip(digests, map(zlib.compress, texts), strict=True))
-    traffic = _Simulated(rank, said)
+            wanted[member] = texts
+    traffic, fed, around = _replayed(case, rank)
+    _feed_distinct(fed, around, _below(rank, around, case), wanted)
 
     def work() -> Counts:
         grids = grids_of(leaves)
@@ -259,7 +328,76 @@ def plan_of_a_load(case: Case, rank: int) -> Callable[[], Counts]:
             for _ in plan.receives(group, number):
                 pass
             most = max(most, len({to for to, _, _ in plan.sends(group, number)}))
-        return Counts(traffic.sent, most)
+        return Counts(fed.sent, most)
+
+    return work
+
+
+def control_messages(case: Case, rank: int) -> Callable[[], Counts]:
+    """Everything that ranks tell each other in a save, but for bytes of tensors."""
+    specs = specs_of(case)
+    meshes = list(dict.fromkeys(spec.held for spec in specs if isinstance(spec.held, Mesh)))
+    grids = [mesh.grids for mesh in meshes]
+    traffic, fed, around = _replayed(case, rank)
+
+    def summary(one: int) -> StateSummary:
+        found: dict[Compared, Copies] = {"table": Copies(b"1" * 32, (one,))}
+        found["rest"] = Copies(b"2" * 32, (one,))
+        for kind, mesh in enumerate(meshes):
+            if (shard := mesh.shard_of(one, case.ranks)) is not None:
+                found[kind, shard] = Copies(b"3" * 16, (one,))
+        return StateSummary({f"{one // 8:036}": one}, {}, grids, found)
+
+    def report(one: int) -> RankReport:
+        phases = dict.fromkeys(("plan", "wait", "exchange", "write", "sync"), 0.1)
+        return RankReport(rank=one, node=f"{one // 8:036}", bytes=10**9, sent_bytes=10**6,
+                          received_bytes=10**6, phases=phases)  # fmt: skip
+
+    def decision(found: StateSummary) -> SaveDecision:
+        plan = file_plan_of(specs, case.ranks)
+        return SaveDecision([], plan, found.ranges, found.grids, identity, None, True)
+
+    identity = FileIdentity("x" * 60, 1, 10**12)
+    whole = range(case.ranks)
+    for child, ranks in _below(rank, around, case).items():
+        fed.give(child, Arrival(RankCall("a save"), []))
+        fed.give(child, join_summaries([summary(one) for one in ranks]))
+        fed.give(child, None)
+        fed.give(child, [pickle.dumps(report(one)) for one in ranks])
+    if around.parent is not None:
+        fed.give(around.parent, (1, None))
+        fed.give(around.parent, decision(join_summaries([summary(one) for one in whole])))
+        fed.give(around.parent, None)
+        fed.give(around.parent, len(whole))
+
+    def work() -> Counts:
+        traffic.meet()
+        traffic.reduce(summary(rank), join_summaries, decision)
+        traffic.agree()
+        traffic.decide(report(rank), len)
+        return Counts(fed.sent, fed.most)
+
+    return work
+
+
+def union(case: Case, rank: int) -> Callable[[], Counts]:
+    """The states of eight pipeline stages as one, in a first save."""
+    stages = 8
+
+    def state(stage: int) -> dict[str, torch.Tensor]:
+        first, stop = case.tensors * stage // stages, case.tensors * (stage + 1) // stages
+        return {f"layers.{key}.weight": torch.empty(1) for key in range(first, stop)}
+
+    texts = [[described(state(stage), Describer(0, {}, set()))[0]] for stage in range(stages)]
+    traffic, fed, around = _replayed(case, rank)
+    every = [texts[one * stages // case.ranks] for one in range(case.ranks)]
+    _feed_distinct(fed, around, _below(rank, around, case), every)
+    mine = state(rank * stages // case.ranks)
+
+    def work() -> Counts:
+        if len(merged(mine, traffic)) != case.tensors:
+            raise FastserialError("a key is missing")
+        return Counts(fed.sent, fed.most)
 
     return work
 
@@ -273,6 +411,8 @@ def _nbytes(move: Move, specs: list[TensorSpec]) -> int:
 ROWS: dict[str, Callable[[Case, int], Callable[[], Counts]]] = {
     "plan of a save": plan_of_a_save,
     "plan of a load": plan_of_a_load,
+    "control messages": control_messages,
+    "union": union,
 }
 
 

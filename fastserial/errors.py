@@ -154,7 +154,7 @@ class DistributedError(FastserialError, RuntimeError):
     the other ranks raise this.
 
     Attributes:
-        rank: the rank in the group that failed first, or that was silent.
+        rank: the rank of the job that failed first, or that was silent.
         cause: what happened there.
     """
 

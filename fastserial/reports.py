@@ -149,7 +149,7 @@ class RankReport:
     """One rank's part of a save or a load of many ranks.
 
     Attributes:
-        rank: in the group.
+        rank: in the job.
         node: identifies the node.
         bytes: how many it wrote or read.
         sent_bytes, received_bytes: how many it exchanged with other ranks.

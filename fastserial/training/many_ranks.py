@@ -10,7 +10,7 @@ import functools
 import logging
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
@@ -129,7 +129,8 @@ class ManyRanks(SingleProcess):
             seen: list[set[tuple[int, int]]] = [set(files.items()) for _, files in folders]
             common, missed = set.intersection(*seen), set.union(*seen)
             if missed and not common:
-                rank, text = _nothing_in_common([path for path, _ in folders], seen)
+                paths = [path for path, _ in folders]
+                rank, text = _nothing_in_common(ranks.jobs, paths, seen)
                 raise ranks.fail(rank, text)
             if missed := missed - common:
                 _log.warning(
@@ -242,17 +243,20 @@ class ManyRanks(SingleProcess):
         return int(found)
 
 
-def _nothing_in_common(paths: list[str], seen: list[set[tuple[int, int]]]) -> tuple[int, str]:
+def _nothing_in_common(
+    jobs: Sequence[int], paths: list[str], seen: list[set[tuple[int, int]]]
+) -> tuple[int, str]:
     """Return which rank's error it is that the ranks have no checkpoint in common, and its text.
 
     Args:
+        jobs: the job's ranks of the group.
         paths: each rank's folder.
         seen: the steps and bytes of the files in it.
     """
-    blamed = min(range(len(seen)), key=lambda rank: len(seen[rank]))
+    blamed = min(zip(seen, jobs, strict=True), key=lambda one: len(one[0]))[1]
     there = [
         f"rank {rank} sees {f'step {max(files)[0]}' if files else 'none'} in {path}"
-        for rank, (path, files) in enumerate(zip(paths, seen, strict=True))
+        for rank, path, files in zip(jobs, paths, seen, strict=True)
     ]
     shown = "; ".join(there[:_SHOWN]) + ("; ..." if len(there) > _SHOWN else "")
     return blamed, (

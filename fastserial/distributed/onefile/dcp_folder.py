@@ -118,7 +118,7 @@ class FolderLoadTask(LoadTask):
             entries = [job for job in self._match.jobs if job.tensor.number in found.keys]
             self._reader.fill(entries, found.keys, found.metadata)
         except ours(CorruptCheckpointError) as error:
-            self._damage = f"{error} (read by rank {self._traffic.rank}). {HALFWAY}"
+            self._damage = f"{error} (read by rank {self._traffic.job_rank}). {HALFWAY}"
         with torch.no_grad():
             for tensor, held in self._match.jobs:
                 if tensor.number in found.keys or not tensor.offset:
@@ -131,7 +131,7 @@ class FolderLoadTask(LoadTask):
     def _judge(self) -> LoadResult:
         reader = self._reader
         line = RankReport(
-            rank=self._traffic.rank,
+            rank=self._traffic.job_rank,
             node=node_name(),
             bytes=reader.nbytes,
             sent_bytes=0,

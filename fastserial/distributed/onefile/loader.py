@@ -200,8 +200,9 @@ class LoadTask:
         mine = json.dumps([match.missing, match.problems, call, rest]).encode()
         found = gather_distinct(self._traffic, [_FOUND + mine, *wanted])
         self._wanted = [one for one in found if not one.text.startswith(_FOUND)]
+        jobs = self._traffic.jobs
         every = [
-            (*json.loads(text.removeprefix(_FOUND)), ranks)
+            (*json.loads(text.removeprefix(_FOUND)), [jobs[rank] for rank in ranks])
             for text, ranks in found
             if text.startswith(_FOUND)
         ]
@@ -213,10 +214,9 @@ class LoadTask:
         problems = [(texts, ranks) for _, texts, *_, ranks in every]
         if len({tuple(call) for _, _, call, *_ in every}) > 1:
             text = "broadcast, strict and verify_on_load are not the same on all ranks"
-            problems.append(([text], range(self._traffic.size)))
+            problems.append(([text], jobs))
         missing = [(texts, ranks) for texts, *_, ranks in every]
-        size = self._traffic.size
-        return refusal_of(self.path, problems, missing, extra, self._strict, size)
+        return refusal_of(self.path, problems, missing, extra, self._strict, len(jobs))
 
     def _read_index(self) -> dict[str, FileIndex]:
         """Read the index of each file on rank 0, and open the same files on all ranks.
@@ -315,7 +315,7 @@ class LoadTask:
         """Compare the checksums with what all ranks read, and gather what they did."""
         flows = self._flows
         line = RankReport(
-            rank=self._traffic.rank,
+            rank=self._traffic.job_rank,
             node=node_name(),
             bytes=sum(flow.parts.bytes_read for flow in flows),
             sent_bytes=sum(flow.exchange.sent_bytes for flow in flows),

@@ -131,7 +131,7 @@ def save_folder(
             {key for key, one in state.items() if local_of(one, key).numel()},
             _shared(state),
         )
-        files = traffic.decide(mine, lambda found: _begin(path, found, shard_nbytes))
+        files = traffic.decide(mine, lambda found: _begin(path, traffic.jobs, found, shard_nbytes))
         try:
             for name, keys in files.items():
                 tensors = {key: state[key] for key in keys}
@@ -173,20 +173,25 @@ def _save_file(
         raise
 
 
-def _begin(path: str, found: Sequence[_Contents], most: int) -> dict[str, list[str]]:
+def _begin(
+    path: str, jobs: Sequence[int], found: Sequence[_Contents], most: int
+) -> dict[str, list[str]]:
     """Compare what the ranks have, and make the folder; return the keys of each file.
+
+    Args:
+        jobs: the job's ranks of the group.
 
     Raises:
         ConfigError: the ranks differ.
         WriteError: the folder holds a checkpoint, or cannot be made.
     """
     tensors = found[0].tensors
-    for rank, one in enumerate(found):
+    for rank, one in zip(jobs, found, strict=True):
         if one.tensors != tensors:
             keys = {row[0] for row in {*one.tensors.items()} ^ {*tensors.items()}}
             raise ConfigError(
-                f"rank {rank} and rank 0 do not have the same tensors: {sorted(keys)[:5]}. Pass "
-                "the same keys, dtypes and shapes on all ranks"
+                f"rank {rank} and rank {jobs[0]} do not have the same tensors: {sorted(keys)[:5]}. "
+                "Pass the same keys, dtypes and shapes on all ranks"
             )
     left_out = {
         key

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -26,12 +26,12 @@ from fastserial.distributed.onefile.full_pickle import FileLayout, StandIns, lay
 from fastserial.distributed.onefile.shard_writer import ShardWriter
 from fastserial.distributed.onefile.shared_file import FileIdentity, NewFile, OpenedFile
 from fastserial.distributed.ranks.call import call_of
-from fastserial.distributed.ranks.copies import differing
+from fastserial.distributed.ranks.copies import Copies, join_copies
 from fastserial.distributed.ranks.exchange import Exchange
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.save.partition import FilePlan, Partition
 from fastserial.distributed.sharding.pieces import TensorSpec
-from fastserial.distributed.state.agreement import Agreement
+from fastserial.distributed.state.agreement import Agreement, Compared
 from fastserial.distributed.state.facts import facts_of
 from fastserial.distributed.state.merging import merged
 from fastserial.distributed.state.tables import (
@@ -62,26 +62,50 @@ Ranges = dict[int, list[tuple[int, int, int]]]
 
 
 class StateSummary(NamedTuple):
-    """What a rank says of its state.
+    """What some ranks say of their states.
 
     Attributes:
-        node: name of the rank's node.
-        ranges, grids: of its `Table`.
-        digest, sums: see `Agreement`.
+        nodes: the first rank on each node.
+        ranges: of each FlatShard: rank, first element, end.
+        grids: of each mesh, those of these ranks; see `StateTable`.
+        digests: see `Agreement`.
     """
 
-    node: str
-    ranges: list[tuple[int, int, int]]
+    nodes: dict[str, int]
+    ranges: Ranges
     grids: list[Grids]
-    digest: bytes
-    sums: dict[tuple[int, int], int]
+    digests: dict[Compared, Copies]
+
+
+def join_summaries(some: Sequence[StateSummary]) -> StateSummary:
+    """Return what several say, in the order of their ranks, as one."""
+    nodes: dict[str, int] = {}
+    ranges: Ranges = {}
+    for one in some:
+        for node, rank in one.nodes.items():
+            nodes.setdefault(node, rank)
+        for source, held in one.ranges.items():
+            ranges.setdefault(source, []).extend(held)
+    return StateSummary(
+        nodes,
+        ranges,
+        [_all_grids(each) for each in zip(*(one.grids for one in some), strict=False)],
+        join_copies([one.digests for one in some]),
+    )
+
+
+def _all_grids(some: Sequence[Grids]) -> Grids:
+    """Return the grids of one mesh that several ranks know."""
+    if all(grids == some[0] for grids in some):
+        return some[0]
+    return tuple(sorted({grid for grids in some for grid in grids}))
 
 
 class SaveDecision(NamedTuple):
     """What rank 0 decides.
 
     Attributes:
-        agreed: False: what is compared differs, and all ranks send the details (`Agreement`).
+        differing: what of that which is compared differs (`Agreement`).
         plan: of the file.
         ranges: of each FlatShard: rank, first element, end.
         grids: see `Table`; of all ranks.
@@ -90,7 +114,7 @@ class SaveDecision(NamedTuple):
         several_nodes: the ranks are not all on one node.
     """
 
-    agreed: bool
+    differing: list[Compared]
     plan: FilePlan
     ranges: Ranges
     grids: list[Grids]
@@ -99,19 +123,21 @@ class SaveDecision(NamedTuple):
     several_nodes: bool
 
 
-def writing_ranks(writers: Writers, nodes: Sequence[str], alignment: int) -> list[int]:
+def writing_ranks(
+    writers: Writers, size: int, nodes: Mapping[str, int], alignment: int
+) -> list[int]:
     """Return the ranks that write.
 
     Args:
         writers: as the user wants them.
-        nodes: of all ranks.
+        size: of the group.
+        nodes: the first rank on each node.
         alignment: of the tensors' bytes in the file.
 
     Raises:
         ConfigError: torch's storage alignment is no multiple of 16 bytes, with several ranks.
         ValueError: no such writers.
     """
-    size = len(nodes)
     if alignment % 16 and size > 1:
         raise ConfigError(
             f"with torch's storage alignment of {alignment} bytes elements would lie across the "
@@ -120,7 +146,7 @@ def writing_ranks(writers: Writers, nodes: Sequence[str], alignment: int) -> lis
     if writers == "all":
         return list(range(size))
     if writers == "node":
-        return sorted({nodes.index(node) for node in nodes})
+        return sorted(nodes.values())
     if not isinstance(writers, int) or writers < 1:
         raise ValueError(f'writers must be "all", "node" or a number, not {writers!r}')
     count = min(writers, size)
@@ -280,12 +306,13 @@ class SaveTask:
         agreement = Agreement(found, table, traffic, self.config)
         if traffic.rank == 0:
             self._laid_out = self._lay_out(table, state, found.values)
-        mine = StateSummary(
-            node_name(), table.ranges(), table.grids, agreement.digest, agreement.sums
-        )
-        self._decision = traffic.decide(mine, self._decide)
-        if not self._decision.agreed:
-            agreement.settle()
+        ranges: Ranges = {}
+        for source, first, stop in table.ranges():
+            ranges.setdefault(source, []).append((traffic.rank, first, stop))
+        mine = StateSummary({node_name(): traffic.rank}, ranges, table.grids, agreement.digests)
+        self._decision = traffic.reduce(mine, join_summaries, self._decide)
+        if self._decision.differing:
+            agreement.settle(self._decision.differing)
         return found, table
 
     def _table(self, found: Leaves, buffers: set[int]) -> StateTable:
@@ -322,30 +349,22 @@ class SaveTask:
             raise write_error(errno.EINVAL, self.path, "torch cannot save to such a name")
         return archive
 
-    def _decide(self, found: list[StateSummary]) -> SaveDecision:
+    def _decide(self, found: StateSummary) -> SaveDecision:
         """Return rank 0's decision for all ranks."""
         if self._laid_out is None:
             raise ValueError("only rank 0 decides")
         # safetensors aligns each element to its own size
         alignment = storage_alignment() if self.container == "zip" else 16
-        nodes = [one.node for one in found]
-        plan = self._laid_out.file_plan(writing_ranks(self._writers, nodes, alignment))
+        writers = writing_ranks(self._writers, self.traffic.size, found.nodes, alignment)
+        plan = self._laid_out.file_plan(writers)
         plan = plan._replace(cuts_replicas=self.config.compare == "all")
         self._new = NewFile(self.path, self.config)
         file = self._new.resize(self._laid_out.nbytes)
         if self._base is None:
             self._new.reserve()
-        ranges: Ranges = {}
-        for rank, one in enumerate(found):
-            for source, first, stop in one.ranges:
-                ranges.setdefault(source, []).append((rank, first, stop))
-        grids = [
-            tuple(sorted({grid for several in some for grid in several}))
-            for some in zip(*(one.grids for one in found), strict=False)
-        ]
-        agreed = all(one.digest == found[0].digest for one in found)
-        agreed = agreed and not differing([one.sums for one in found])
-        return SaveDecision(agreed, plan, ranges, grids, file, self._base, len(set(nodes)) > 1)
+        differing = [what for what, one in found.digests.items() if one.others]
+        several = len(found.nodes) > 1
+        return SaveDecision(differing, plan, found.ranges, found.grids, file, self._base, several)
 
     def _write(self) -> tuple[_Written, Outcome]:
         """Write this rank's part; return what rank 0 has to know of it."""
@@ -365,7 +384,7 @@ class SaveTask:
         if opened is not None and (self.config.durable or self._decision.several_nodes):
             opened.sync()
         report = RankReport(
-            rank=traffic.rank,
+            rank=traffic.job_rank,
             node=node_name(),
             bytes=writer.nbytes - writer.cloned,
             sent_bytes=exchange.sent_bytes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,7 +17,8 @@ from fastserial.distributed.ranks.exchange import as_integers
 from fastserial.formats.tensors import reach
 from fastserial.memory.storages import synchronize
 
-_Key = TypeVar("_Key", tuple[int, int], str)  # of a tensor: its numbers, or its name
+_Key = TypeVar("_Key")  # of a tensor: its numbers, or its name
+NAMED_RANKS = 11  # that an error names, and one more
 
 # The sample: spots of the same size, the first and the last bytes among them.
 _SPOTS = 8
@@ -27,19 +28,52 @@ _WIDEST = 16  # bytes of an element
 _CHUNK = 16 * 1024 * 1024  # bytes that are brought to the host at once to be compared as a whole
 
 
+class Copies(NamedTuple):
+    """What is known of the copies that some ranks have of one thing.
+
+    Attributes:
+        value: of the first of them, such as a checksum or digest.
+        ranks: the first ones that have this value, in order.
+        others: the first ones that have another value.
+    """
+
+    value: Any
+    ranks: tuple[int, ...]
+    others: tuple[int, ...] = ()
+
+
+def join_copies(every: Sequence[Mapping[_Key, Copies]]) -> dict[_Key, Copies]:
+    """Return what is known of all copies.
+
+    Args:
+        every: what is known of those of some ranks each, in the order of the ranks.
+    """
+    found = dict(every[0])
+    for some in every[1:]:
+        for key, one in some.items():
+            first = found.setdefault(key, one)
+            if first is one:
+                continue
+            same, others = (one.ranks, one.others) if one.value == first.value else ((), one.ranks)
+            found[key] = Copies(
+                first.value,
+                (first.ranks + same)[:NAMED_RANKS],
+                (first.others + others)[:NAMED_RANKS],
+            )
+    return found
+
+
 def differing(every: Sequence[Mapping[_Key, int]]) -> dict[_Key, list[int]]:
     """Return the tensors whose copies differ, each with the ranks that differ from the first one.
 
     Args:
         every: the checksums of each rank.
     """
-    first: dict[_Key, int] = {}
-    found: dict[_Key, list[int]] = {}
-    for rank, sums in enumerate(every):
-        for leaf, checksum in sums.items():
-            if first.setdefault(leaf, checksum) != checksum:
-                found.setdefault(leaf, []).append(rank)
-    return found
+    known = [
+        {key: Copies(value, (rank,)) for key, value in sums.items()}
+        for rank, sums in enumerate(every)
+    ]
+    return {key: list(one.others) for key, one in join_copies(known).items() if one.others}
 
 
 def checksums(

@@ -1,19 +1,19 @@
 """Texts of all ranks, of which equal ones travel once.
 
-Mostly all ranks have the same texts: then only digests are sent.
+Mostly all ranks have the same texts: then only digests are sent, joined on the way.
 """
 
 from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
 
 from fastserial.distributed.ranks.group import Traffic
-from fastserial.distributed.sharding.boxes import runs_of
 
 _DIGEST = 16  # bytes
+_Runs = list[tuple[int, int]]  # ranks, as first ones and ends
 
 
 class FromRanks(NamedTuple):
@@ -23,37 +23,52 @@ class FromRanks(NamedTuple):
     ranks: Sequence[int]
 
 
-class _Holders(NamedTuple):
-    """Ranks that have a text, as first ones and ends; None: all of them."""
+class Holders(NamedTuple):
+    """Which texts some ranks have.
 
-    digest: bytes
-    runs: list[tuple[int, int]] | None
+    Attributes:
+        runs: the ranks that have each, by its digest.
+        kept: digests of texts that each of these ranks knows from the last time; None: they know
+            different ones.
+    """
+
+    runs: dict[bytes, _Runs]
+    kept: Set[bytes] | None = frozenset()
 
 
-def gather_distinct(traffic: Traffic, texts: Sequence[bytes]) -> list[FromRanks]:
+def gather_distinct(traffic: Traffic, texts: Sequence[bytes], keep: str = "") -> list[FromRanks]:
     """Return the texts of all ranks, each once, on all ranks. Collective.
 
     They are in the order of the first ranks that have them, and of their texts.
 
     Args:
         texts: of this rank, each once.
+        keep: under this name they are kept for the next time, and not sent again.
 
     Raises:
         DistributedError: a rank failed, died or was silent for too long.
     """
     mine = {digest_of(text): text for text in texts}
-    found: list[_Holders] = traffic.decide(list(mine), _holders)
-    if any(one.runs is not None for one in found):
-        first = {one.digest for one in found if one.runs and one.runs[0][0] == traffic.rank}
-        sent = {digest: zlib.compress(text, 1) for digest, text in mine.items() if digest in first}
-        others: dict[bytes, bytes] = traffic.decide(sent, _joined)
-        mine |= {
-            digest: zlib.decompress(text) for digest, text in others.items() if digest not in mine
-        }
+    kept: Any = traffic.kept.get(keep, {})
+    own = Holders({digest: [(traffic.rank, traffic.rank + 1)] for digest in mine}, set(kept))
     everyone = [(0, traffic.size)]
+
+    def decision(found: Holders) -> tuple[dict[bytes, _Runs], set[bytes]]:
+        known, runs = found.kept or frozenset(), found.runs
+        return runs, {one for one, some in runs.items() if some != everyone and one not in known}
+
+    runs, news = traffic.reduce(own, join_holders, decision)
+    if news:
+        first = {one for one in news if runs[one][0][0] == traffic.rank}
+        sent = {one: zlib.compress(mine[one], 1) for one in first}
+        others: dict[bytes, bytes] = traffic.reduce(sent, join_texts, lambda every: every)
+        mine |= {one: zlib.decompress(text) for one, text in others.items() if one not in mine}
+    mine = {**kept, **mine}
+    if keep:
+        traffic.kept[keep] = {digest: mine[digest] for digest in runs}
     return [
-        FromRanks(mine[digest], [rank for run in runs or everyone for rank in range(*run)])
-        for digest, runs in found
+        FromRanks(mine[digest], [rank for run in some for rank in range(*run)])
+        for digest, some in runs.items()
     ]
 
 
@@ -62,16 +77,19 @@ def digest_of(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=_DIGEST).digest()
 
 
-def _holders(every: Sequence[Sequence[bytes]]) -> list[_Holders]:
-    ranks: dict[bytes, list[int]] = {}
-    for rank, digests in enumerate(every):
-        for digest in digests:
-            ranks.setdefault(digest, []).append(rank)
-    return [
-        _Holders(digest, None if len(some) == len(every) else runs_of(some))
-        for digest, some in ranks.items()
-    ]
+def join_holders(some: Sequence[Holders]) -> Holders:
+    """Return which texts the ranks of several have, in their order."""
+    found: dict[bytes, _Runs] = {}
+    for one in some:
+        for digest, runs in one.runs.items():
+            there = found.setdefault(digest, [])
+            for first, stop in runs:
+                start = there.pop()[0] if there and there[-1][1] == first else first
+                there.append((start, stop))
+    same = all(one.kept == some[0].kept for one in some)
+    return Holders(found, some[0].kept if same else None)
 
 
-def _joined(every: Sequence[dict[bytes, bytes]]) -> dict[bytes, bytes]:
-    return {digest: text for texts in every for digest, text in texts.items()}
+def join_texts(some: Sequence[dict[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Return the texts of several ranks."""
+    return {digest: text for texts in some for digest, text in texts.items()}

@@ -1,8 +1,13 @@
-"""Connections between ranks: a gloo group besides the job's, and errors that are raised on all.
+"""Messages between the ranks of a group, and errors that are raised on all of them.
 
 The job's group never carries bytes of fastserial, so no failure here affects it. A rank that fails
 writes the cause to the job's store and closes its connections; so the others stop waiting for it
 and raise the same error. After a failure the next call makes new connections.
+
+Who waits for whom: in a collective step (`reduce`) a rank waits for each of those below it in the
+tree, then for the answer of the one above. Whoever is at work meanwhile sends heartbeats, and who
+waits passes them on to its other neighbours, never back: so a rank that hears nothing from a
+neighbour knows that nobody is at work beyond it. It then names the last one of those that wait.
 """
 
 from __future__ import annotations
@@ -10,7 +15,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import pickle
@@ -18,16 +22,15 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from fastserial.distributed.ranks.call import RankCall, ranks_in_words, refuse_unconnected_rank
-from fastserial.distributed.ranks.store import BoundedStore
+from fastserial.distributed.ranks.links import Links
+from fastserial.distributed.ranks.patience import call_after
+from fastserial.distributed.ranks.rendezvous import GRACE, Failure, Rendezvous, node_name
 from fastserial.errors import (
     ConfigError,
     DistributedError,
@@ -37,17 +40,14 @@ from fastserial.errors import (
     distributed_error,
     distributed_kind,
 )
-from fastserial.interrupts import is_foreign, ours, suppress
+from fastserial.interrupts import Locked, cleanup, is_foreign, ours, suppress
 
-_FAILED = "failed"  # key of the failure in the store
-_FIRST = 1024  # bytes that every message begins with: its length, and as much of it as fits
-_LENGTH = 8  # bytes of the length
-_ALIVE = -1  # instead of a length: the rank is alive, a message follows
-_DATA, _WORDS = 0, 1  # tags: bytes of tensors, messages
-_GRACE = 2.0  # seconds in which a rank that failed says why
+__all__ = ["Traffic", "collective", "node_name", "path_of", "traffic_of"]
+
 _PATIENCE = 30.0  # seconds after which a rank says what it waits for
 _REMEMBERED = 64  # calls that have ended
 _log = logging.getLogger("fastserial")
+_Part = TypeVar("_Part")
 
 # By the job's group of all ranks, and the ranks.
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], Traffic]]
@@ -66,7 +66,7 @@ def collective(
     """Do something on all ranks of a group: if one fails, all raise within seconds. Collective.
 
     Whatever can fail on one rank alone belongs inside: options, the user's `state_dict()`, folders,
-    opening files. It ends when every rank has reached its end. Do not nest two of the same use.
+    opening files. It ends when every rank has reached its end.
 
     Args:
         group, timeout, use: as `traffic_of`.
@@ -74,16 +74,19 @@ def collective(
         theirs: as `Traffic.together`.
 
     Raises:
-        DistributedError: see `Traffic.together`; or a rank does not take part.
+        DistributedError: see `Traffic.together`; or a rank does not take part; or this one makes
+            the call in the middle of another one of the same use.
         MismatchedCallError: another rank makes another call.
         ConfigError: this process is not in the group, or in none though there are several.
         RuntimeError: the process group has no store.
     """
-    traffic = traffic_of(group, timeout, call, use)
-    with traffic.together(theirs):
-        traffic.meet()
-        yield traffic
-        traffic.agree()
+    traffic = _find(group, use)
+    with traffic.held_for(call):
+        traffic.begin(timeout, call)
+        with traffic.together(theirs):
+            traffic.meet()
+            yield traffic
+            traffic.agree()
 
 
 def path_of(path: Any, other: object, call: str) -> str:
@@ -121,12 +124,17 @@ def traffic_of(
         DistributedError: a rank does not take part.
         RuntimeError: the process group has no store.
     """
+    traffic = _find(group, use)
+    traffic.begin(timeout, call)
+    return traffic
+
+
+def _find(group: dist.ProcessGroup | None, use: str) -> Traffic:
+    """Return what there is of a group's connections; see `traffic_of`."""
     if not dist.is_initialized():
         refuse_unconnected_rank()
         stores: Any = dist
-        alone = Traffic((0,), 0, stores.HashStore())
-        alone.begin(timeout, call)
-        return alone
+        return Traffic((0,), 0, stores.HashStore())
     world: Any = dist.group.WORLD
     key = group if group is not None else world
     if dist.get_rank(key) < 0:
@@ -142,8 +150,21 @@ def traffic_of(
         if store is None:
             raise RuntimeError("the process group has no store (MPI); use gloo or NCCL")
         traffic = made[name] = Traffic(ranks, dist.get_rank(key), store, use)
-    traffic.begin(timeout, call)
     return traffic
+
+
+class Arrival(NamedTuple):
+    """What a rank says when it comes to a call.
+
+    Attributes:
+        call: the call.
+        ended: calls before it.
+        refused: why it has no partner, if one of those below found that: then the rank has raised.
+    """
+
+    call: RankCall
+    ended: list[RankCall]
+    refused: tuple[int, str] | None = None
 
 
 class Traffic:
@@ -151,37 +172,73 @@ class Traffic:
 
     Attributes:
         rank, size: of this process in the group, and of the group.
-        ranks: the group's rank of each global rank.
-        timeout: seconds after which a rank that is not heard from counts as lost.
+        ranks: the group's rank of each rank of the job.
+        jobs: the job's rank of each rank of the group: errors and reports name these.
         kept: what calls keep for the next one.
-        ranks_of_node: how many ranks of the group are on this one's node.
         idle: no background save uses the connections; the next call waits for that.
+        links: to the other ranks.
     """
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, store: Any, use: str = "") -> None:
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        store: Any,
+        use: str = "",
+        connect: Callable[[Any, int, int, float], Any] | None = None,
+    ) -> None:
+        """Prepare; see `Rendezvous`."""
         self.rank = rank
         self.size = len(ranks)
+        self.jobs = ranks
         self.ranks = {number: index for index, number in enumerate(ranks)}
-        self.timeout = 0.0
-        self.ranks_of_node = 1
         self.kept: dict[str, object] = {}
         self.idle = threading.Event()
         self.idle.set()
+        name = use + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        self._rendezvous = Rendezvous(store, name, rank, self.size, connect)
+        self._parent, self._children = self._rendezvous.around
+        self.links = Links(self._blame)
+        self.send, self.receive = self.links.send, self.links.receive
         self._call = RankCall("")
         self._calls = 0
         self._ended: deque[RankCall] = deque(maxlen=_REMEMBERED)
-        # On rank 0, from ranks that have begun a later call than it.
-        self._early: dict[int, tuple[RankCall, list[RankCall]]] = {}
-        self._generation = 0
-        self._sent: list[list[Any]] = []  # transfers in progress, as the next ones
-        self._awaited: list[list[Any]] = []
-        self._beats: list[tuple[Any, Any]] = []  # sent, perhaps not received yet
-        self._last_beat = 0.0
-        self._name = use + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        self._job_store = store
-        self._store: Any = None  # a `BoundedStore`
-        self._group: Any = None
+        self._early: dict[int, Arrival] = {}  # of ranks that have begun a later call than this one
+        self._alike: DistributedError | None = None  # that all ranks which have to hear it raise
         self._closed = False
+        self._lock, self._depth = threading.RLock(), 0
+
+    @property
+    def ranks_of_node(self) -> int:
+        """How many ranks of the group are on this one's node."""
+        return self._rendezvous.ranks_of_node() if self.size > 1 else 1
+
+    @property
+    def job_rank(self) -> int:
+        """This process in the job."""
+        return self.jobs[self.rank]
+
+    @contextlib.contextmanager
+    def held_for(self, call: RankCall) -> Iterator[None]:
+        """Let no other call use the connections: one of another thread waits.
+
+        Raises:
+            DistributedError: this thread is in the middle of a call.
+        """
+        with Locked(self._lock):
+            if self._depth:
+                text = (
+                    f"it called {call} in the middle of {self._call}, as a signal handler or a "
+                    "`state_dict()` may: only remember there that a save is wanted, and call it "
+                    "when the first call has ended"
+                )
+                raise distributed_error(self.job_rank, text)
+            self._depth = 1
+            with cleanup(self._let_go):
+                yield
+
+    def _let_go(self) -> None:
+        self._depth = 0
 
     def begin(self, timeout: float, call: RankCall) -> None:
         """Get ready for a collective call. Collective.
@@ -192,21 +249,20 @@ class Traffic:
         self.idle.wait()
         self._call = call
         self._calls += 1
-        self._beats.clear()
-        self._last_beat = time.monotonic()
-        self.timeout = timeout
-        self._closed = False
+        self.timeout = self.links.timeout = timeout
+        self.links.forget_beats()
+        self._rendezvous.begin(timeout)
+        self._closed, self._alike = False, None
         try:
             self._find_connections()
         except ours(RuntimeError) as error:
             if isinstance(error, DistributedError):
                 raise
             self._drop()
-            self._store = None
+            self._rendezvous.forget()
             self._closed = True
-            host = self.ranks.get(0, self.rank)
             text = f"its process may host the job's store: {error} ({self._call})"
-            raise distributed_error(host, text) from error
+            raise distributed_error(0, text) from error
 
     def _find_connections(self) -> None:
         """Use the connections of the last call, or make new ones if it failed.
@@ -215,150 +271,141 @@ class Traffic:
             DistributedError: this call has failed on another rank already.
             RuntimeError: the job's store does not answer.
         """
-        while True:
-            if self._store is None:
-                prefix = f"fastserial/{self._name}/{self._generation}"
-                self._store = BoundedStore(prefix, self._job_store, self.timeout)
-            self._store.limit = self.timeout
-            if not self._store.has(_FAILED):
-                break
-            calls, failed, rank, cause, kind = json.loads(self._store.get(_FAILED))
+        while (failure := self._rendezvous.failure()) is not None:
             self._drop()  # connections that broke are never used again, and others may wait here
-            if calls >= self._calls and self._call.is_same(_call_from(failed)):
+            if failure.calls >= self._calls and self._call.is_same(failure.call):
                 self._closed = True
                 self._ended.append(self._call)
-                raise distributed_error(rank, cause, ErrorKind(*kind))
-            self._store = None
-            self._generation += 1
-        if self._group is None and self.size > 1:
-            self._group = self._connect()
+                raise distributed_error(failure.rank, failure.cause, failure.kind)
+            self._rendezvous.renew()
+        if self.links.group is None and self.size > 1:
+            self.links.group = self._connect()
 
     def _connect(self) -> Any:
         """Return connections to all ranks, once all ranks take part.
 
         Raises:
             DistributedError: a rank did not.
+            RuntimeError: the job's store does not answer.
         """
-        make: Any = dist.ProcessGroupGloo
-        self._store.set(f"came/{self.rank}", "1")
-        self._store.add(f"on/{node_name()}", 1)
         try:
-            with self._saying(self._not_come):
-                store = BoundedStore("gloo", self._store.inner, self.timeout + _GRACE)
-                made = store.call(make, store.inner, self.rank, self.size, _delta(self.timeout))
-                self._wait_for_connected()
-                self.ranks_of_node = self._store.add(f"on/{node_name()}", 0)
-                return made
+            with self._saying(self._rendezvous.missing):
+                return self._rendezvous.connect()
         except ours(RuntimeError) as error:
-            self._store.limit = _GRACE
+            if self._rendezvous.is_lost:
+                raise
+            self._rendezvous.hurry()
             absent: list[int] = []
             with suppress(RuntimeError):  # the store's host may be the one that died
-                absent = self._not_come()
+                absent = self._rendezvous.missing()
             if absent:
                 text = f"it did not join {self._call} within {self.timeout:g} seconds"
-                raise self.fail(absent[0], text) from error
-            raise self.fail(self.rank, f"it cannot connect to the other ranks: {error}") from error
-
-    def _not_come(self) -> list[int]:
-        """Return the ranks that have not begun to connect."""
-        return [rank for rank in range(self.size) if not self._store.has(f"came/{rank}")]
+                raise self.fail(self.jobs[absent[0]], text) from error
+            text = f"it cannot connect to the other ranks: {error}"
+            raise self.fail(self.job_rank, text) from error
 
     @contextlib.contextmanager
-    def _saying(self, awaited: Callable[[], list[int]]) -> Iterator[None]:
+    def _saying(self, awaited: Callable[[], Sequence[int]]) -> Iterator[None]:
         """Log, after a while, for which ranks this one waits, and in which call.
 
         Args:
             awaited: returns the ranks.
         """
-        if self.timeout <= _PATIENCE:
-            yield
-            return
+        said: list[int] = []
 
         def say() -> None:
             with suppress(RuntimeError):  # of the store
+                ranks = awaited()
+                said.append(ranks[0])
+                self._rendezvous.wait_for(ranks[0])
+                last = [self._rendezvous.last_in_line(rank) for rank in ranks]
                 _log.warning(
                     "rank %d has waited for %s for %g seconds, in %s; every rank has to make this "
                     "call. It fails after %g seconds",
-                    self.rank, ranks_in_words(awaited()), _PATIENCE, self._call, self.timeout,
+                    self.job_rank, self.in_words(last), _PATIENCE, self._call, self.timeout,
                 )  # fmt: skip
 
-        timer = threading.Timer(_PATIENCE, say)
-        timer.daemon = True
-        timer.start()
-        try:
+        if self.timeout <= _PATIENCE:
             yield
-        finally:
-            timer.cancel()
+            return
+        with cleanup(call_after(_PATIENCE, say)):
+            yield
+        if said:
+            self._rendezvous.wait_for(None)
+
+    def in_words(self, ranks: Iterable[int]) -> str:
+        """Return ranks of the group as the job calls them, such as "ranks 1, 2"."""
+        return ranks_in_words(list(dict.fromkeys(self.jobs[rank] for rank in ranks)))
 
     def meet(self) -> None:
         """Find out whether all ranks make the same call. Collective.
 
-        Ranks that make different ones all raise, and so does whoever comes to a call that has
-        ended without it. A rank that is ahead waits for the others.
+        Each rank compares its call with those of the ranks below it. Ranks that make different ones
+        all raise, and so does whoever comes to a call that has ended without it. A rank that is
+        ahead waits for the others.
 
         Raises:
             MismatchedCallError: a rank makes another call. The connections stay as they are.
         """
-        call = self._call
+        mine = Arrival(self._call, list(self._ended))
         if self.size == 1:
             return
-        ended = list(self._ended)
-        self._ended.append(call)
-        if self.rank:
-            with self._saying(lambda: [0]):
-                self._wait_for(self._post([0], pickle.dumps((call, ended))))
-                self._calls, verdict = pickle.loads(self._begin_get(0)())
-            if verdict is not None:
-                raise MismatchedCallError(*verdict)
-            return
+        self._ended.append(self._call)
         met: list[int] = []
-        awaited = list(range(1, self.size))
-        with self._saying(lambda: awaited[:1]):
-            while awaited:
+        awaited = list(self._children)
+        refused: tuple[int, str] | None = None
+        with self._saying(lambda: awaited[:1] or self._above()):
+            while awaited and refused is None:
                 rank = awaited[0]
-                theirs, before = self._early.pop(rank, None) or pickle.loads(
-                    self._begin_get(rank)()
-                )
-                if theirs.is_same(call):
-                    met.append(awaited.pop(0))
+                theirs = self._early.pop(rank, None) or self._arrival_of(rank)
+                if theirs.call.is_same(mine.call):
+                    awaited.pop(0)
+                    refused = theirs.refused
+                    met += [rank] if refused is None else []
                     continue
-                here, there = _is_among(theirs, ended), _is_among(call, before)
+                here, there = _is_among(theirs.call, mine), _is_among(mine.call, theirs)
                 if here and not there:  # it is late: it alone raises, and comes again
-                    self._answer([rank], (rank, _late(0, theirs, call)))
-                    continue
-                if there and not here:
-                    self._early[rank] = theirs, before
-                    verdict = (0, _late(rank, call, theirs))
+                    text = self._late(self.rank, theirs.call, mine.call)
+                    if theirs.refused is None:
+                        self._answer([rank], (self.jobs[rank], text))
+                elif there and not here:
+                    self._early[rank] = theirs
+                    refused = self.job_rank, self._late(rank, mine.call, theirs.call)
                 else:
-                    met.append(rank)
-                    verdict = (
-                        rank,
-                        f"it called {theirs} while rank 0 called {call}. {_SAME_CALLS}",
-                    )
-                self._answer(met, verdict)
-                raise MismatchedCallError(*verdict)
-        self._answer(met, None)
+                    met += [rank] if theirs.refused is None else []
+                    text = f"it called {theirs.call} while rank {self.job_rank} called {mine.call}"
+                    refused = self.jobs[rank], f"{text}. {_SAME_CALLS}"
+            if self._parent is not None:
+                arrival = mine._replace(refused=refused)
+                self.links.post([self._parent], pickle.dumps(arrival))
+                if refused is None:
+                    self._calls, refused = pickle.loads(self._begin_get(self._parent)())
+        self._answer(met, refused)
+        if refused is not None:
+            raise self.alike(MismatchedCallError(*refused))
 
-    def _answer(self, ranks: Iterable[int], verdict: tuple[int, str] | None) -> None:
+    def _above(self) -> list[int]:
+        return [self.rank if self._parent is None else self._parent]
+
+    def _arrival_of(self, rank: int) -> Arrival:
+        found: Arrival = pickle.loads(self._begin_get(rank)())
+        return found
+
+    def _answer(self, ranks: Sequence[int], refused: tuple[int, str] | None) -> None:
         """Send the number of this call, and whether the ranks make the same one."""
-        self._wait_for(self._post(ranks, pickle.dumps((self._calls, verdict))))
+        self.links.post(ranks, pickle.dumps((self._calls, refused)))
 
-    def _wait_for_connected(self) -> None:
-        """Wait until the others have their connections, too.
+    def _late(self, other: int, call: RankCall, now: RankCall) -> str:
+        """Return why a rank's call has no partner."""
+        return (
+            f"it called {call}, which has ended on rank {self.jobs[other]}: that one called {now}. "
+            f"{_SAME_CALLS}"
+        )
 
-        A rank that fails closes its own. gloo does not notify a rank that is still connecting: it
-        would wait for the timeout.
-        """
-        until = time.monotonic() + self.timeout
-        if self._store.add("connected", 1) == self.size:
-            self._store.set("all_connected", "1")
-        while True:
-            failed = self._failed()  # first: a rank that continues may fail at once
-            if self._store.has("all_connected"):
-                return
-            if failed or time.monotonic() > until:
-                raise RuntimeError("another rank did not get its connections")
-            time.sleep(0.002)
+    def alike(self, error: DistributedError) -> DistributedError:
+        """Return an error to raise that every rank raises which has to: the connections stay."""
+        self._alike = error
+        return error
 
     def fail(self, rank: int, cause: str, kind: ErrorKind | None = None) -> DistributedError:
         """Publish a failure and close the connections; return the error to raise.
@@ -366,73 +413,74 @@ class Traffic:
         The first failure counts: the error may be an older one.
 
         Args:
+            rank: of the job.
             kind: of the error, see `distributed_kind`.
         """
-        kind = kind or ErrorKind()
-        text = json.dumps([self._calls, self._call, rank, cause, kind])
-        self._store.limit = _GRACE
-        with suppress(RuntimeError):  # the store's host may be the one that died
-            _, _, rank, cause, found = json.loads(self._store.set_first(_FAILED, text))
-            kind = ErrorKind(*found)
+        mine = Failure(self._calls, self._call, rank, cause, kind or ErrorKind())
+        first = self._rendezvous.publish(mine)
         self._closed = True
-        self._finish_sending()
+        self.links.finish_sending(GRACE)
         self._drop()
-        return distributed_error(rank, cause, kind)
-
-    def _finish_sending(self) -> None:
-        """Wait for messages that are being sent, for `_GRACE` seconds.
-
-        gloo does not notify a rank that is receiving one that the sender has closed the
-        connection: it would wait until the timeout.
-        """
-        until = time.monotonic() + _GRACE
-        for work in [work for holder in self._sent for work in holder]:
-            with suppress(RuntimeError):
-                work.wait(_delta(until - time.monotonic()))
+        return distributed_error(first.rank, first.cause, first.kind)
 
     def _drop(self) -> None:
         """Close the connections."""
-        for holder in (*self._sent, *self._awaited):
-            holder.clear()
-        self._sent.clear()
-        self._awaited.clear()
-        self._beats.clear()
+        self.links.drop()
         self._early.clear()
-        self._group = None
-
-    def send(self, rank: int, data: torch.Tensor) -> Callable[[], None]:
-        """Start to send a contiguous host tensor; call the result to wait until it is sent."""
-        return self._start(rank, data, _DATA, out=True)
-
-    def receive(self, rank: int, data: torch.Tensor) -> Callable[[], None]:
-        """Start to receive into a contiguous host tensor; call the result to wait for it."""
-        return self._start(rank, data, _DATA, out=False)
 
     def alive(self) -> None:
         """Show the others that this rank is alive: call it often during long work."""
-        now = time.monotonic()
-        if self.size == 1 or now - self._last_beat < self.timeout / 4:
-            return
-        self._last_beat = now
-        for rank in [0] if self.rank else range(1, self.size):
-            beat = _first(_ALIVE, b"")
-            with self._blaming(rank):
-                self._beats.append((beat, self._group.send([beat], rank, _WORDS)))
+        self.links.beat(self._rendezvous.around.all_but(None), self.timeout / 4)
 
-    def decide(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
-        """Give rank 0 every rank's value, and return what it makes of them, on all ranks.
+    def _pass_on(self, rank: int) -> None:
+        """Pass a heartbeat on to those that may wait for this rank."""
+        # more often than they are sent, so that none is left out because it comes a little early
+        self.links.beat(self._rendezvous.around.all_but(rank), self.timeout / 8)
+
+    def _begin_get(self, rank: int) -> Callable[[], bytes]:
+        return self.links.begin_get(rank, self._pass_on)
+
+    def reduce(
+        self,
+        value: _Part,
+        combine: Callable[[list[_Part]], _Part],
+        decision: Callable[[_Part], Any],
+    ) -> Any:
+        """Give rank 0 what all ranks' values make together, and return its decision, on all ranks.
+
+            most = traffic.reduce(len(data), max, lambda largest: largest)
+
+        Args:
+            combine: makes one value of those of some ranks, in their order. What it returns is to
+                be no larger than a rank's own value: it is sent on as one.
 
         Raises:
             DistributedError: a rank failed, died or was silent for too long.
         """
-        if self.rank != 0:
-            self._wait_for(self._post([0], pickle.dumps(value)))
-            return pickle.loads(self._begin_get(0)())
-        others = [self._begin_get(rank) for rank in range(1, self.size)]
-        every = [value, *(pickle.loads(finish()) for finish in others)]
-        answer = pickle.dumps(decision(every))
-        self._wait_for(self._post(range(1, self.size), answer))
+        others = [self._begin_get(rank) for rank in self._children]
+        if others:
+            value = combine([value, *(pickle.loads(finish()) for finish in others)])
+        if self._parent is None:
+            answer = pickle.dumps(decision(value))
+        else:
+            self.links.post([self._parent], pickle.dumps(value))
+            answer = self._begin_get(self._parent)()
+        self.links.post(self._children, answer)
         return pickle.loads(answer)
+
+    def decide(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
+        """Give rank 0 every rank's value, and return what it makes of them, on all ranks.
+
+        Rank 0 holds all of them: `reduce` is for what need not be listed.
+
+        Raises:
+            DistributedError: a rank failed, died or was silent for too long.
+        """
+        return self.reduce(
+            [pickle.dumps(value)],
+            lambda some: [one for each in some for one in each],
+            lambda every: decision([pickle.loads(one) for one in every]),
+        )
 
     def agree(self) -> None:
         """Return when every rank got here without an error.
@@ -440,7 +488,7 @@ class Traffic:
         Raises:
             DistributedError: a rank failed, or does not get here.
         """
-        self.decide(None, lambda _: None)
+        self.reduce(None, lambda _: None, lambda _: None)
 
     @contextlib.contextmanager
     def together(self, theirs: bool = False) -> Iterator[None]:
@@ -456,157 +504,49 @@ class Traffic:
         """
         try:
             yield
-        except MismatchedCallError:
-            raise
         except DistributedError as error:
-            if not self._closed:  # it is of other connections
+            # the rest of them is of other connections
+            if error is not self._alike and not self._closed:
                 self.fail(error.rank, error.cause, distributed_kind(error))
             raise
         except BaseException as error:
             is_users = theirs and not isinstance(error, FastserialError)
             kind = ErrorKind() if is_users else distributed_kind(error)
-            failure = self.fail(self.rank, _in_words(error), kind)
+            failure = self.fail(self.job_rank, _in_words(error), kind)
             known = isinstance(error, FastserialError | OSError)
             if known and not theirs and not is_foreign(error):
                 raise failure from error
             raise
 
-    def _post(self, ranks: Iterable[int], message: bytes) -> list[Callable[[], None]]:
-        """Start to send a message; call what is returned to wait until it is sent."""
-        parts = [_first(len(message), message)]
-        rest = bytearray(message[_FIRST - _LENGTH :])
-        if rest:
-            parts.append(torch.frombuffer(rest, dtype=torch.uint8))
-        return [self._start(rank, part, _WORDS, out=True) for rank in ranks for part in parts]
-
-    @staticmethod
-    def _wait_for(sent: Iterable[Callable[[], None]]) -> None:
-        for wait in sent:
-            wait()
-
-    def _begin_get(self, rank: int) -> Callable[[], bytes]:
-        """Start to receive a message; call the result to wait for it."""
-        text = bytearray(_FIRST)
-        first = torch.frombuffer(text, dtype=torch.uint8)
-        begun = self._start(rank, first, _WORDS, out=False)
-
-        def finish() -> bytes:
-            begun()
-            while (length := int.from_bytes(text[:_LENGTH], "little", signed=True)) == _ALIVE:
-                self._start(rank, first, _WORDS, out=False)()
-            rest = bytearray(max(0, length - (_FIRST - _LENGTH)))
-            if rest:
-                self._start(rank, torch.frombuffer(rest, dtype=torch.uint8), _WORDS, out=False)()
-            return bytes(text[_LENGTH : _LENGTH + length]) + rest
-
-        return finish
-
-    def _start(self, rank: int, data: torch.Tensor, tag: int, out: bool) -> Callable[[], None]:
-        """Start to send or to receive; call the result to wait until it is done.
-
-        A transfer in progress keeps the connections open, and the tracebacks of errors keep
-        frames; so no frame holds it, but a list that `fail` empties.
-        """
-        with self._blaming(rank):
-            how = "send" if out else "recv"
-            holder = [getattr(self._group, how)([data], rank, tag)]
-        under_way = self._sent if out else self._awaited
-        under_way.append(holder)
-
-        def wait() -> None:
-            with self._blaming(rank):
-                holder[0].wait(_delta(self.timeout))
-            holder.clear()
-            under_way.remove(holder)
-
-        return wait
-
-    @contextlib.contextmanager
-    def _blaming(self, rank: int) -> Iterator[None]:
-        """Turn gloo's error into one that names the rank that failed first."""
-        if self._closed:
-            raise self.fail(self.rank, "it had failed before")
-        began = time.monotonic()
-        try:
-            yield
-        except ours(RuntimeError) as error:
-            raise self._failure(rank, error, time.monotonic() - began) from error
-
-    def _failure(self, rank: int, error: RuntimeError, seconds: float) -> DistributedError:
+    def _blame(self, rank: int, error: RuntimeError, seconds: float) -> DistributedError:
+        """Return gloo's error about a neighbour as one that names the rank that failed first."""
+        if rank < 0:
+            return self.fail(self.job_rank, str(error))
         silent = seconds > 0.9 * self.timeout
-        self._store.limit = _GRACE
+        self._rendezvous.hurry()
         if silent:
-            with suppress(RuntimeError):
-                self._store.set(f"waits/{self.rank}", str(rank))
-        until = time.monotonic() + (min(_GRACE, self.timeout / 2) if silent else _GRACE)
-        while time.monotonic() < until and not self._failed():
+            self._rendezvous.wait_for(rank)
+        until = time.monotonic() + (min(GRACE, self.timeout / 2) if silent else GRACE)
+        while time.monotonic() < until and not self._rendezvous.has_failed():
             time.sleep(0.02)
         if silent:
             text = f"not heard from for {self.timeout:g} seconds"
-            return self.fail(self._last_in_line(rank), text)
-        return self.fail(rank, f"its process ended or closed the connection ({error})")
-
-    def _last_in_line(self, rank: int) -> int:
-        """Return the rank that the others wait for: a rank that waits itself is not the cause."""
-        seen = {self.rank}
-        with suppress(RuntimeError):
-            while rank not in seen and self._store.has(f"waits/{rank}"):
-                seen.add(rank)
-                rank = int(self._store.get(f"waits/{rank}"))
-        return rank
-
-    def _failed(self) -> bool:
-        try:
-            return bool(self._store.has(_FAILED))
-        except ours(RuntimeError):  # the store's host may be the one that died
-            return True
+            return self.fail(self.jobs[self._rendezvous.last_in_line(rank)], text)
+        text = f"its process ended or closed the connection ({error})"
+        return self.fail(self.jobs[rank], text)
 
 
 _SAME_CALLS = "Every rank has to make the same calls in the same order"
 
 
-def _is_among(call: RankCall, calls: Iterable[RankCall]) -> bool:
-    return any(call.is_same(one) for one in calls)
-
-
-def _late(other: int, call: RankCall, now: RankCall) -> str:
-    """Return why a rank's call has no partner."""
-    return (
-        f"it called {call}, which has ended on rank {other}: that one called {now}. {_SAME_CALLS}"
-    )
-
-
-def _call_from(found: list[Any]) -> RankCall:
-    """Return a call from its JSON."""
-    name, path, target, steps = found
-    return RankCall(name, path, target, tuple((key, step) for key, step in steps))
-
-
-def _first(length: int, message: bytes) -> torch.Tensor:
-    """Return what a message begins with."""
-    text = bytearray(_FIRST)
-    text[:_LENGTH] = length.to_bytes(_LENGTH, "little", signed=True)
-    here = message[: _FIRST - _LENGTH]
-    text[_LENGTH : _LENGTH + len(here)] = here
-    return torch.frombuffer(text, dtype=torch.uint8)
+def _is_among(call: RankCall, arrival: Arrival) -> bool:
+    """Return whether a call has ended on a rank."""
+    return any(call.is_same(one) for one in arrival.ended)
 
 
 def _in_words(error: BaseException) -> str:
     """Return an error as text for the other ranks."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _delta(seconds: float) -> timedelta:
-    return timedelta(milliseconds=max(1, round(seconds * 1000)))
-
-
-def node_name() -> str:
-    """Return a name that no other node's kernel has."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except ours(OSError):
-        boot = ""
-    return boot or os.uname().nodename
 
 
 @atexit.register

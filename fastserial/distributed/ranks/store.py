@@ -21,13 +21,14 @@ class BoundedStore:
     Attributes:
         limit: seconds that a call may take. After one that took longer, all fail at once.
         inner: the store itself.
+        is_lost: a call took longer.
     """
 
     def __init__(self, prefix: str, store: Any, limit: float) -> None:
         make: Any = dist.distributed_c10d.PrefixStore
         self.inner = make(prefix, store)
         self.limit = limit
-        self._is_lost = False
+        self.is_lost = False
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, once it has one."""
@@ -53,14 +54,14 @@ class BoundedStore:
         Raises:
             RuntimeError: the store failed, or did not answer.
         """
-        if self._is_lost:
+        if self.is_lost:
             raise RuntimeError("the job's store does not answer")
         answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         _worker().put((function, arguments, answer))
         try:
             value, error = answer.get(timeout=self.limit)
         except queue.Empty:
-            self._is_lost = True
+            self.is_lost = True
             _forget_worker()
             raise RuntimeError(
                 f"the job's store did not answer within {self.limit:g} seconds"

@@ -2,7 +2,8 @@
 
 A tensor that the ranks write together has to be equal on them, and no rank may have an entry that
 the file would lack. Every save compares that, by digests in a message that is sent anyway; only if
-these differ the ranks send the details.
+these differ rank 0 sends its details, and each rank what it has otherwise. No rank is sent what all
+the others have: it is joined on the way.
 """
 
 from __future__ import annotations
@@ -11,15 +12,14 @@ import hashlib
 import marshal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from fastserial.config import Config
-from fastserial.distributed.ranks.call import ranks_in_words
-from fastserial.distributed.ranks.copies import checksums, differing
+from fastserial.distributed.ranks.copies import Copies, checksums, join_copies
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.sharding.pieces import Mesh, local_of
 from fastserial.distributed.state.merging import leaf_of
@@ -44,13 +44,32 @@ _GATHER = (
 )
 
 
+_TABLE, _REST = "table", "rest"
+# What ranks compare at every save: the tables of their states, the rest but for the elements of
+# tensors, and these: all tensors that the same ranks have, by a number, and the number of a shard.
+Compared = str | tuple[int, int]
+
+
 class _Details(NamedTuple):
-    """What a rank sends if something differs; see `Agreement`, `Leaves` and `StateTable`."""
+    """What rank 0 sends if the rest differs; see `Agreement`, `Leaves` and `StateTable`."""
 
     compare: str
-    sums: dict[tuple[int, int], int]
     others: list[tuple[str, dict[str, PlainValue]]]
     rows: list[tuple[Any, ...]]
+
+
+class _Differences(NamedTuple):
+    """What some ranks find then.
+
+    Attributes:
+        error: the first of them whose state no file can hold with rank 0's, and why.
+        values: keys of plain values that are not those of rank 0, with the first ranks.
+        sums: of what differs, the checksums of tensors or shards, by the numbers of both.
+    """
+
+    error: tuple[int, str] | None
+    values: dict[str, Copies]
+    sums: dict[tuple[int, int], Copies]
 
 
 class _Verdict(NamedTuple):
@@ -74,9 +93,7 @@ class Agreement:
     the digests of a rank that were found to go together with those of rank 0.
 
     Attributes:
-        sums: a checksum of each tensor or shard that other ranks have, too, by the tensor's
-            number among the leaves and the shard's (of a plain tensor 0).
-        digest: of all else that is compared.
+        digests: of what is compared.
     """
 
     def __init__(self, found: Leaves, table: StateTable, traffic: Traffic, config: Config) -> None:
@@ -89,76 +106,112 @@ class Agreement:
         self._found, self._traffic, self._compare = found, traffic, config.compare
         self._table = table
         self._known: Any = traffic.kept.setdefault("known to differ", set())
+        self._kinds: list[int] = []  # see `_replicas`
         mine = dict(self._replicas()) if traffic.size > 1 else {}
         sums = checksums(list(mine.values()), config.compare == "all", traffic.alive)
-        self.sums = dict(zip(mine, sums, strict=True))
+        self._sums = dict(zip(mine, sums, strict=True))
         own: Any = self._digest()
         judged: Any = traffic.kept.get("judged")
-        self.digest = judged[1] if judged is not None and judged[0] == own else own
+        rest = judged[1] if judged is not None and judged[0] == own else own
+        some: dict[Compared, list[int]] = {}
+        for (leaf, shard), checksum in self._sums.items():
+            some.setdefault((self._kinds[leaf], shard), []).append(checksum)
+        digests = {what: _short(sums) for what, sums in some.items()}
+        found_here: dict[Compared, bytes] = {_TABLE: table.digest, _REST: rest, **digests}
+        self.digests = {what: Copies(one, (traffic.rank,)) for what, one in found_here.items()}
 
     def _digest(self) -> bytes:
-        """Return the digest of what is compared besides the tensors' elements."""
+        """Return the digest of what is compared besides the table and the tensors' elements."""
         known = self._known
         others = [
             (before, [(key, one) for key, one in some.items() if _counts(before + key, one, known)])
             for before, some in self._found.others
         ]
-        keys = marshal.dumps((self._compare, others), 2)
-        return hashlib.sha256(self._table.digest + keys).digest()
+        return hashlib.sha256(marshal.dumps((self._compare, others), 2)).digest()
 
     def _replicas(self) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
-        """Yield what this rank has and others should have, too, each with its numbers."""
+        """Yield what this rank has and others should have, too, each with its numbers.
+
+        The tensors of one kind are those of which any rank has the same shards.
+        """
         table, values = self._table, self._found.values
-        for number in table.copies:
-            if (leaf := leaf_of(values[number])) is not None and not self._may_differ(number):
-                yield (number, 0), leaf
-        for number, source in enumerate(table.of_leaves):
-            held, leaf = table.specs[source].held, leaf_of(values[number])
-            if not isinstance(held, Mesh) or leaf is None or self._may_differ(number):
+        numbers: dict[Any, int] = {}
+        shards: dict[int, int | None] = {}
+        for leaf, source in enumerate(table.of_leaves):
+            held, (*_, placed, ranks) = table.specs[source].held, table.rows[leaf]
+            is_sharded = isinstance(held, Mesh)
+            about = placed if is_sharded else None, ranks, self._must_be_equal(leaf)
+            kind = numbers.setdefault(about, len(numbers))
+            self._kinds.append(kind)
+            if (value := leaf_of(values[leaf])) is None or self._may_differ(leaf):
                 continue
-            shard = held.shard_of(self._traffic.rank, self._traffic.size)
-            if shard is not None:
-                yield (number, shard), local_of(leaf, self._found.paths[number])
+            if leaf in table.copies:
+                yield (leaf, 0), value
+            elif isinstance(held, Mesh):
+                if kind not in shards:
+                    shards[kind] = held.shard_of(self._traffic.rank, self._traffic.size)
+                if (shard := shards[kind]) is not None:
+                    yield (leaf, shard), local_of(value, self._found.paths[leaf])
 
     def _may_differ(self, leaf: int) -> bool:
         """Return whether the copies of a tensor are known to differ, and a file has one of them."""
         return self._found.paths[leaf] in self._known and not self._must_be_equal(leaf)
 
-    def settle(self) -> None:
+    def settle(self, differing: Sequence[Compared]) -> None:
         """Raise, or warn on rank 0, now that something is found to differ. Collective.
+
+        Args:
+            differing: what does, as rank 0 found it in the digests of all.
 
         Raises:
             DistributedError: the file would lack something, or mix what different ranks have.
         """
-        mine = _Details(self._compare, self.sums, self._found.others, self._table.rows)
-        verdict = self._traffic.decide(mine, self._judge)
-        if verdict.error is not None:  # all raise it alike, and the connections stay as they are
-            raise DistributedError(*verdict.error)
+        traffic = self._traffic
+        error, values = None, {}
+        if _TABLE in differing or _REST in differing:
+            rows = self._table.rows if _TABLE in differing else []
+            own = _Details(self._compare, self._found.others, rows)
+            first: _Details = traffic.reduce(None, lambda _: None, lambda _: own)
+            text = self._difference(first, own)
+            error = None if text is None else (traffic.rank, text)
+            values = {key: Copies(0, (traffic.rank,)) for key in self._other_values(first)}
+        sums = {
+            (leaf, shard): Copies(checksum, (traffic.rank,))
+            for (leaf, shard), checksum in self._sums.items()
+            if (self._kinds[leaf], shard) in differing
+        }
+        verdict = traffic.reduce(_Differences(error, values, sums), _join, self._judge)
+        if verdict.error is not None:
+            rank, text = verdict.error
+            raise traffic.alike(DistributedError(traffic.jobs[rank], text))
         self._known.update(verdict.differing)
-        self._traffic.kept["judged"] = self._digest(), verdict.digest
+        traffic.kept["judged"] = self._digest(), verdict.digest
 
-    def _judge(self, found: list[_Details]) -> _Verdict:
+    def _judge(self, found: _Differences) -> _Verdict:
         """Return whether a file can hold what there is. On rank 0."""
-        for rank, one in enumerate(found):
-            if (text := self._difference(found[0], one)) is not None:
-                return _Verdict((rank, text))
-        mixed_up = differing([one.sums for one in found])
+        if found.error is not None:
+            return _Verdict(found.error)
+        mixed_up = {numbers: one for numbers, one in found.sums.items() if one.others}
         if mixed := [one for one in mixed_up if self._must_be_equal(one[0])]:
-            ranks = mixed_up[mixed[0]]
-            first = next(rank for rank, one in enumerate(found) if mixed[0] in one.sums)
+            first = mixed_up[mixed[0]]
             keys = _named(list(dict.fromkeys(self._found.paths[leaf] for leaf, _ in mixed)))
+            words = self._traffic.in_words
             text = (
-                f"tensors that should be equal differ between rank {first} and "
-                f"{ranks_in_words(ranks)}: {keys}. {_PARTS}"
+                f"tensors that should be equal differ between {words(first.ranks[:1])} and "
+                f"{words(first.others)}: {keys}. {_PARTS}"
             )
-            return _Verdict((ranks[0], text))
-        lost = {self._found.paths[leaf]: ranks for (leaf, _), ranks in mixed_up.items()}
-        _warn(lost, "tensors differ between the lowest rank", _PARTS)
-        values = self._differing_values(found)
-        _warn(values, "values that are not tensors differ between rank 0", _OWN)
+            return _Verdict((first.others[0], text))
+        lost = {self._found.paths[leaf]: one.others for (leaf, _), one in mixed_up.items()}
+        self._warn(lost, "tensors differ between the lowest rank", _PARTS)
+        values = {key: one.ranks for key, one in found.values.items()}
+        self._warn(values, f"values that are not tensors differ between {self._root}", _OWN)
         plain = [key for key in lost if key not in values]
         self._known.update([*plain, *values])
         return _Verdict(None, [*plain, *values], self._digest())
+
+    @property
+    def _root(self) -> str:
+        return self._traffic.in_words([0])
 
     def _must_be_equal(self, leaf: int) -> bool:
         """Return whether it is an error if the copies of a tensor differ.
@@ -172,40 +225,65 @@ class Agreement:
 
     def _difference(self, first: _Details, other: _Details) -> str | None:
         """Return in words why a file cannot hold what rank 0 and another rank have, or None."""
-        if (text := difference(first.rows, other.rows)) is not None:
+        root = self._root
+        if (text := difference(first.rows, other.rows, root)) is not None:
             return text
         if other.compare != first.compare:
-            return f'its option compare is "{other.compare}", that of rank 0 "{first.compare}"'
+            return f'its option compare is "{other.compare}", that of {root} "{first.compare}"'
         ours, theirs = _by_key(first), _by_key(other)
         # What is no such dictionary on rank 0 is a value, and values may differ.
         looked_into = {before for before, _ in first.others}
+        tensors = set(self._found.paths)  # as on rank 0: the tables are alike
         lacking = [
             before + key
             for before, some in other.others
             if before in looked_into
             for key in some
-            if before + key not in ours and before + key not in self._found.paths
+            if before + key not in ours and before + key not in tensors
         ]
         if lacking:
-            return f"it has {_named(lacking)}, which rank 0 does not have; {_GATHER}"
+            return f"it has {_named(lacking)}, which {root} does not have; {_GATHER}"
         for key in ours.keys() & theirs.keys():
             mine, its = ours[key], theirs[key]
             if mine != its and mine is not None and its is not None and mine[0] and its[0]:
                 return (
-                    f"its {key!r} is {its[1]}, that of rank 0 {mine[1]}: it must be the same on "
+                    f"its {key!r} is {its[1]}, that of {root} {mine[1]}: it must be the same on "
                     f"all ranks. {_OWN}"
                 )
         return None
 
-    def _differing_values(self, found: list[_Details]) -> dict[str, list[int]]:
-        """Return the keys of plain values that are not those of rank 0, with their ranks."""
-        ours = _by_key(found[0])
-        lost: dict[str, list[int]] = {}
-        for rank, one in enumerate(found):
-            for key, value in _by_key(one).items():
-                if value != ours.get(key, value) and key not in self._known:
-                    lost.setdefault(key, []).append(rank)
-        return lost
+    def _other_values(self, first: _Details) -> list[str]:
+        """Return the keys of plain values that are not those of rank 0."""
+        ours = _by_key(first)
+        return [
+            before + key
+            for before, some in self._found.others
+            for key, value in some.items()
+            if value != ours.get(before + key, value) and before + key not in self._known
+        ]
+
+    def _warn(self, lost: Mapping[str, Sequence[int]], what: str, remedy: str) -> None:
+        """Name keys of which the file has one rank's."""
+        if lost:
+            ranks = self._traffic.in_words(
+                sorted({rank for some in lost.values() for rank in some})
+            )
+            text = f"{what}, whose the file has, and {ranks}: {_named(list(lost))}. {remedy}"
+            warnings.warn(text, UserWarning, stacklevel=_level_of_caller())
+
+
+def _short(sums: Sequence[int]) -> bytes:
+    """Return a digest of checksums."""
+    return hashlib.sha256(marshal.dumps(list(sums), 2)).digest()[:16]
+
+
+def _join(some: list[_Differences]) -> _Differences:
+    """Return what several ranks found as one."""
+    return _Differences(
+        next((one.error for one in some if one.error is not None), None),
+        join_copies([one.values for one in some]),
+        join_copies([one.sums for one in some]),
+    )
 
 
 def _counts(key: str, value: PlainValue, known: Set[str]) -> bool:
@@ -215,14 +293,6 @@ def _counts(key: str, value: PlainValue, known: Set[str]) -> bool:
 
 def _by_key(details: _Details) -> dict[str, PlainValue]:
     return {before + key: value for before, some in details.others for key, value in some.items()}
-
-
-def _warn(lost: dict[str, list[int]], what: str, remedy: str) -> None:
-    """Name keys of which the file has one rank's."""
-    if lost:
-        ranks = ranks_in_words(sorted({rank for some in lost.values() for rank in some}))
-        text = f"{what}, whose the file has, and {ranks}: {_named(list(lost))}. {remedy}"
-        warnings.warn(text, UserWarning, stacklevel=_level_of_caller())
 
 
 def _level_of_caller() -> int:

@@ -1,7 +1,9 @@
 """The union of states of which each rank has other keys, such as the stages of a pipeline.
 
-Every rank sends its state without the tensors' bytes, and merges all of them in the order of the
-ranks: a key that several have is the first one's, a tensor that several have is shared.
+Every rank gets the states of all without the tensors' bytes, and merges them in the order of the
+ranks: a key that several have is the first one's, a tensor that several have is shared. States that
+are equal, as those of the ranks of one stage, are sent and merged once; those of the last save are
+not sent again.
 Of optimizers, the groups of all ranks are kept; groups with equal settings become one, as in the
 optimizer of the whole model.
 """
@@ -10,15 +12,23 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from fastserial.distributed.ranks.distinct import gather_distinct
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.sharding.flat_shard import FlatShard
-from fastserial.distributed.sharding.pieces import Mesh, TensorSpec, as_dtensor, holding, unloadable
+from fastserial.distributed.sharding.pieces import (
+    Flat,
+    Mesh,
+    TensorSpec,
+    as_dtensor,
+    holding,
+    unloadable,
+)
 from fastserial.errors import LoadMismatchError
 from fastserial.nests import sequence_like
 
@@ -44,7 +54,7 @@ class LeafSpec:
     storage: tuple[int, int, int, tuple[int, ...]] | None = None
     is_parameter: bool = False
     is_buffer: bool = False
-    ranks: list[int] | None = None
+    ranks: Sequence[int] | None = None
     grids: list[tuple[int, ...]] = field(default_factory=list)
     leaf: Any = None
 
@@ -130,17 +140,22 @@ def merged(state: Any, traffic: Traffic, buffers: Set[int] = frozenset()) -> Any
     Raises:
         LoadMismatchError: ranks have different tensors under one key.
     """
+    mine, leaves = described(state, Describer(traffic.rank, traffic.ranks, buffers))
+    found: dict[int, Any] = {}
+    for text, ranks in gather_distinct(traffic, [mine], "states"):
+        skeleton, specs = pickle.loads(text)
+        here = leaves if text == mine else [None] * len(specs)
+        found[ranks[0]] = _SkeletonUnpickler(io.BytesIO(skeleton), ranks, specs, here).load()
+    return _Union(traffic.jobs).of("", found)
+
+
+def described(state: Any, describer: Describer) -> tuple[bytes, list[Any]]:
+    """Return a state without the tensors' bytes, equal for equal ones; and its tensors."""
     leaves: list[Any] = []
     specs: list[LeafSpec] = []
     text = io.BytesIO()
-    describer = Describer(traffic.rank, traffic.ranks, buffers)
     _SkeletonPickler(text, leaves, specs, describer).dump(state)
-    found: dict[int, Any] = {}
-    every = traffic.decide((text.getvalue(), specs), list)
-    for rank, (skeleton, described) in enumerate(every):
-        mine = leaves if rank == traffic.rank else [None] * len(described)
-        found[rank] = _SkeletonUnpickler(io.BytesIO(skeleton), rank, described, mine).load()
-    return _Union().of("", found)
+    return pickle.dumps((text.getvalue(), specs)), leaves
 
 
 class _SkeletonPickler(pickle.Pickler):
@@ -161,19 +176,22 @@ class _SkeletonPickler(pickle.Pickler):
             number = self._numbers[id(obj)] = len(self._leaves)
             self._leaves.append(obj)
             shape = obj.param_shape if isinstance(obj, FlatShard) else tuple(obj.shape)
-            self._specs.append(self._describer.describe(obj, f"a tensor of shape {shape}"))
+            like = self._describer.describe(obj, f"a tensor of shape {shape}")
+            if isinstance(obj, FlatShard):  # its range is this rank's only
+                like.spec = replace(like.spec, held=Flat(()))
+            self._specs.append(like)
         return number
 
 
 class _SkeletonUnpickler(pickle.Unpickler):
     def __init__(
-        self, file: io.BytesIO, rank: int, specs: list[LeafSpec], leaves: list[Any]
+        self, file: io.BytesIO, ranks: Sequence[int], specs: list[LeafSpec], leaves: list[Any]
     ) -> None:
         super().__init__(file)
         self._specs = specs
         for spec, leaf in zip(specs, leaves, strict=True):
             held = spec.spec.held
-            spec.ranks, spec.leaf = [rank], leaf
+            spec.ranks, spec.leaf = ranks, leaf
             spec.grids = list(held.grids) if isinstance(held, Mesh) else []
 
     def persistent_load(self, number: Any) -> Any:
@@ -183,7 +201,8 @@ class _SkeletonUnpickler(pickle.Unpickler):
 class _Union:
     """Merges the values of several ranks: a key that several have is the first one's."""
 
-    def __init__(self) -> None:
+    def __init__(self, jobs: Sequence[int]) -> None:
+        self._jobs = jobs  # the job's ranks, which errors name
         # What became of containers, by their `id`; with them, so that they live on.
         self._made: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
 
@@ -196,7 +215,7 @@ class _Union:
         kept = list(values.values())
         first = kept[0]
         if any(isinstance(value, LeafSpec) for value in kept):
-            return _together(path, kept)
+            return _together(path, kept, self._jobs)
         if not isinstance(first, dict | list | tuple):
             return first
         same = tuple(map(id, kept))
@@ -272,7 +291,7 @@ def _same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def _together(path: str, values: list[Any]) -> LeafSpec:
+def _together(path: str, values: list[Any], jobs: Sequence[int]) -> LeafSpec:
     """Return a tensor that several ranks have as one."""
     first = values[0]
     for value in values[1:]:
@@ -283,12 +302,12 @@ def _together(path: str, values: list[Any]) -> LeafSpec:
         ranks, more = first.ranks or [], value.ranks or []
         if value.likeness() != first.likeness():
             raise LoadMismatchError(
-                f"{path}: ranks {ranks[0]} and {more[0]} have different tensors: "
+                f"{path}: ranks {jobs[ranks[0]]} and {jobs[more[0]]} have different tensors: "
                 f"{_words(first.spec)} and {_words(value.spec)}"
             )
         if more[0] in ranks:
             continue  # it is under another key, too
-        first.ranks = ranks + more
+        first.ranks = [*ranks, *more]
         first.grids += value.grids
         first.leaf = value.leaf if first.leaf is None else first.leaf
     return first  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fastserial.distributed.ranks.exchange import gathered_memory, is_consecutive, on_host
-from fastserial.distributed.sharding.boxes import Box, run_of
+from fastserial.distributed.sharding.boxes import Box, run_of, runs_of
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import (
     Flat,
@@ -233,21 +233,27 @@ def _refuse_gaps(key: str, numel: int, ranges: Iterable[tuple[int, ...]]) -> Non
         )
 
 
-def difference(mine: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> str | None:
-    """Return in words how the rows of another rank differ from rank 0's, None if they do not."""
+def difference(mine: list[tuple[Any, ...]], other: list[tuple[Any, ...]], root: str) -> str | None:
+    """Return in words how the rows of another rank differ from rank 0's, None if they do not.
+
+    Args:
+        root: what rank 0 is called.
+    """
     if mine == other:
         return None
     ours, theirs = {row[0]: row for row in mine}, {row[0]: row for row in other}
     for key in ours.keys() ^ theirs.keys():
-        has, lacks = ("rank 0 has", "it has") if key in ours else ("it has", "rank 0 has")
+        has, lacks = (f"{root} has", "it has") if key in ours else ("it has", f"{root} has")
         return f"{has} the tensor {key!r}, which {lacks} not" + _REMEDY
     for key, row in ours.items():
         there = theirs[key]
         if row[2:4] != there[2:4]:
-            return f"its {key!r} is {_words(there)}, that of rank 0 {_words(row)}"
+            return f"its {key!r} is {_words(there)}, that of {root} {_words(row)}"
         if row[4:] != there[4:]:
-            return f"its {key!r} is placed otherwise than that of rank 0"
-    return "its tensors are in another order, or share their memory otherwise, than those of rank 0"
+            return f"its {key!r} is placed otherwise than that of {root}"
+    return (
+        "its tensors are in another order, or share their memory otherwise, than those of " + root
+    )
 
 
 def _words(row: tuple[Any, ...]) -> str:
@@ -303,6 +309,8 @@ class _TableMaker:
         self.table = StateTable()
         self._describer = describer
         self._numbers: dict[Any, int] = {}  # of sources, by what identifies them
+        # What is known of lists of ranks, by their `id`, with them: many tensors have the same.
+        self._ranks: dict[int, tuple[Any, tuple[int, ...], tuple[Any, ...]]] = {}
         self._placed: dict[int, tuple[Any, ...]] = {}  # what rows say of a spec, by its `id`
 
     def add(self, index: int, key: str, value: Any) -> None:
@@ -311,7 +319,7 @@ class _TableMaker:
         like = value
         if not isinstance(value, LeafSpec):
             like = self._describer.describe(value, key)
-        ranks = None if like.ranks is None else tuple(sorted(set(like.ranks)))
+        ranks, runs = self._ranks_of(like)
         # A storage is identified by the first rank that has it, and its number there.
         identity = id(value) if like.storage is None else (ranks and ranks[0], like.storage[0])
         number = self._numbers.setdefault(identity, len(table.keys))
@@ -329,8 +337,21 @@ class _TableMaker:
                 table.copies[index] = shared
             placed = like.storage[1:] if shared or ranks is not None else None
         # The ranks that have it belong to the digest: if a tensor moved, the last plan is wrong.
-        table.rows.append((key, number, shape, dtype, placed, ranks))
+        table.rows.append((key, number, shape, dtype, placed, runs))
         table.of_leaves.append(number)
+
+    def _ranks_of(
+        self, like: LeafSpec
+    ) -> tuple[tuple[int, ...] | None, tuple[tuple[int, int], ...] | None]:
+        """Return the ranks that have a tensor, in order, and as first ones and ends."""
+        if like.ranks is None:
+            return None, None
+        found = self._ranks.get(id(like.ranks))
+        if found is None:
+            ranks = tuple(sorted(set(like.ranks)))
+            runs = tuple(runs_of(ranks))
+            found = self._ranks[id(like.ranks)] = like.ranks, ranks, runs
+        return found[1:]
 
     def _add_sharded(
         self, number: int, key: str, like: LeafSpec, ranks: tuple[int, ...] | None

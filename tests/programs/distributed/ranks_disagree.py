@@ -413,7 +413,7 @@ def values(folder: str) -> None:
     asked: list[int] = []
     settle = Agreement.settle
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Agreement, "settle", lambda one: (asked.append(1), settle(one)))
+        patch.setattr(Agreement, "settle", lambda *some: (asked.append(1), settle(*some)))
         for number in range(3):
             own = {"history": [0.5, me], "host": f"host{me}", "small": torch.tensor([me, number])}
             rank_0 = {"only": 3} if me == 0 else {}

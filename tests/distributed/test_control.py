@@ -1,0 +1,125 @@
+"""Messages of ranks along the tree: the package's own, among threads instead of processes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support import ranks
+from support.simulated_ranks import Network
+
+from fastserial.distributed.ranks.group import Traffic
+from fastserial.distributed.ranks.tree import neighbours
+from fastserial.errors import DistributedError
+
+TIMEOUT = 1.5
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 31, 32, 33, 512, 1024, 16_384])
+def test_neighbours(size: int) -> None:
+    """Every rank has one above it, and few below; what is below it are consecutive ranks."""
+    around = [neighbours(rank, size) for rank in range(size)]
+    for rank, one in enumerate(around):
+        assert all(around[child].parent == rank for child in one.children)
+        assert (one.parent is None) == (rank == 0)
+        assert len(one.children) <= (30 if size < 32 else 16)
+    depth = Counter[int]()
+    for rank in range(1, size):
+        above = around[rank].parent
+        assert above is not None
+        depth[rank] = depth[above] + 1
+    assert max(depth.values(), default=0) <= {16_384: 4, 1024: 3, 512: 3, 33: 2, 32: 2}.get(size, 1)
+    if size <= 1024:
+        assert list(_in_order(around, 0)) == list(range(size))
+
+
+def _in_order(around: list[Any], rank: int) -> Any:
+    yield rank
+    for child in around[rank].children:
+        yield from _in_order(around, child)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 31, 40])
+def test_values_come_in_the_order_of_the_ranks(size: int) -> None:
+    def work(traffic: Traffic) -> Any:
+        traffic.meet()
+        every = traffic.decide(traffic.rank, list)
+        most = traffic.reduce(traffic.rank, max, lambda largest: largest)
+        traffic.agree()
+        return every, most
+
+    found = Network(size).run(work, 20)
+    assert [result for result, _ in found] == [(list(range(size)), size - 1)] * size
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    """Far longer than the timeout, in the tree's last row, while it shows that it is alive."""
+
+    def work(traffic: Traffic) -> Any:
+        traffic.meet()
+        if traffic.rank == 39:
+            until = time.monotonic() + 3 * TIMEOUT
+            while time.monotonic() < until:
+                traffic.alive()
+                time.sleep(0.02)
+        return traffic.decide(traffic.rank, len)
+
+    assert [result for result, _ in Network(40).run(work, TIMEOUT)] == [40] * 40
+
+
+@pytest.mark.parametrize("how", ["killed", "silent", "raises"])
+@pytest.mark.parametrize("victim", [0, 1, 3, 39])
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_a_rank_that_fails_is_named_on_all(how: str, victim: int, step: int) -> None:
+    """Rank 3 has ranks above and below it, rank 39 is in the tree's last row."""
+    if (victim + step) % 3 and how != "silent":
+        pytest.skip("others have this place in the tree, or this step")
+    network = Network(40)
+    assert neighbours(3, 40).children
+    steps = itertools.count
+
+    def work(traffic: Traffic) -> Any:
+        at = steps()
+        for call in (traffic.meet, traffic.agree, traffic.agree):
+            if traffic.rank == victim and next(at) == step:
+                if how == "raises":
+                    raise ValueError("mine")
+                if how == "killed":
+                    network.kill(victim)
+                network.ended.wait(60)
+            call()
+        return None
+
+    found = network.run(work, TIMEOUT, but=-1 if how == "raises" else victim)
+    for rank, (result, seconds) in enumerate(found):
+        if rank != victim:
+            assert isinstance(result, DistributedError), (rank, result)
+            assert result.rank == victim, (rank, result)
+            assert seconds < TIMEOUT + 5, (rank, seconds)
+
+
+def test_what_an_earlier_group_left_is_not_read(tmp_path: Path) -> None:
+    """Neither its last error nor its addresses."""
+    if not hasattr(dist.ProcessGroupGloo, "create_default_device") or "lazy_init" not in str(
+        dist.ProcessGroupGloo.create_default_device.__doc__
+    ):
+        pytest.skip("gloo itself cannot be made anew over one store")
+    ranks.run("ranks_control", 2, "anew", tmp_path)
+
+
+def test_a_save_in_the_middle_of_a_save_is_refused(tmp_path: Path) -> None:
+    ranks.run("ranks_control", 2, "handler", tmp_path)
+
+
+def test_a_save_in_the_middle_of_a_save_would_break_both(tmp_path: Path) -> None:
+    """The control."""
+    ranks.run("ranks_control", 2, "handler", tmp_path, "control")
+
+
+def test_errors_name_the_ranks_of_the_job(tmp_path: Path) -> None:
+    ranks.run("ranks_control", 3, "some", tmp_path)
