@@ -35,7 +35,7 @@ from fastserial.distributed.plan.matching import TensorMatch
 from fastserial.distributed.ranks.call import RankCall
 from fastserial.distributed.ranks.copies import Copies
 from fastserial.distributed.ranks.distinct import (
-    Holders,
+    TextHolders,
     digest_of,
     gather_distinct,
     join_holders,
@@ -265,8 +265,8 @@ def _feed_distinct(
     """
     digests = {id(some): [digest_of(text) for text in some] for some in texts}
 
-    def holders(ranks: range) -> Holders:
-        found = [Holders({one: [(rank, rank + 1)] for one in digests[id(texts[rank])]})
+    def holders(ranks: range) -> TextHolders:
+        found = [TextHolders({one: [(rank, rank + 1)] for one in digests[id(texts[rank])]})
                  for rank in ranks]  # fmt: skip
         return join_holders(found)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
@@ -15,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.forms import FULL
+from support.simulated_ranks import Network
 
 from fastserial.distributed.layout import slabs
 from fastserial.distributed.load import read_plan
@@ -23,6 +23,7 @@ from fastserial.distributed.load.reader import grids_of
 from fastserial.distributed.load.wanted import Demands, demands_of, texts_of
 from fastserial.distributed.plan.matching import TensorMatch
 from fastserial.distributed.ranks.distinct import FromRanks, gather_distinct
+from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.reading.part_reader import ReadTarget
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.file_index import FileTensor
@@ -40,41 +41,13 @@ from fastserial.formats.tensors import contiguous_stride
 NONE = torch.empty(0)
 
 
-class Meeting:
-    """What ranks that are threads say to each other."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.barrier = threading.Barrier(size, timeout=30)
-        self.values: list[Any] = [None] * size
-
-
-class Traffic:
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.size, self.rank, self._meeting = meeting.size, rank, meeting
-
-    def decide(self, value: Any, decision: Any) -> Any:
-        self._meeting.values[self.rank] = value
-        self._meeting.barrier.wait()
-        found = decision(list(self._meeting.values))
-        self._meeting.barrier.wait()
-        return found
-
-
 def told(said: list[list[bytes]]) -> list[list[FromRanks]]:
     """Return what each rank hears if they say this."""
-    meeting = Meeting(len(said))
-    found: list[Any] = [None] * len(said)
 
-    def run(rank: int) -> None:
-        traffic: Any = Traffic(meeting, rank)
-        found[rank] = gather_distinct(traffic, said[rank])
+    def work(traffic: Traffic) -> list[FromRanks]:
+        return gather_distinct(traffic, said[traffic.rank])
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(said))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = [result for result, _ in Network(len(said)).run(work, timeout=30)]
     assert all(one == found[0] for one in found)
     return found
 

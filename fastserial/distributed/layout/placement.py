@@ -245,7 +245,7 @@ def _sums(dims: Sequence[tuple[int, int]]) -> list[int]:
     return [sum(at) for at in product(*[range(0, size * step, step) for size, step in dims])]
 
 
-class Slab(NamedTuple):
+class HeldSlab(NamedTuple):
     """Consecutive elements [first, stop) that the same ranks hold, interleaved.
 
     Attributes:
@@ -338,10 +338,10 @@ class MeshHolders(Holders):
         rank = self._grid[self._base + index]
         return rank if rank >= 0 else self._ranks.rank_at(self._replica, index)
 
-    def slab_at(self, element: int) -> Slab:
+    def slab_at(self, element: int) -> HeldSlab:
         """Return the slab that has an element."""
         if self._outer < 0:
-            return Slab(0, prod(self._shape), 0, 0)
+            return HeldSlab(0, prod(self._shape), 0, 0)
         base = number = 0
         for dim in range(self._outer + 1):
             at = element // self._strides[dim] % self._shape[dim]
@@ -353,7 +353,7 @@ class MeshHolders(Holders):
                 number = number * (run.before + run.after) + run.before
         stride = self._strides[self._outer]
         first = element - element % stride - run.before * stride
-        return Slab(first, first + (run.before + run.after) * stride, base, number)
+        return HeldSlab(first, first + (run.before + run.after) * stride, base, number)
 
     def _boxes(self) -> Sequence[Box]:
         """Return what this rank has, none if it is not in the replica that is looked at."""

@@ -23,7 +23,7 @@ class FromRanks(NamedTuple):
     ranks: Sequence[int]
 
 
-class Holders(NamedTuple):
+class TextHolders(NamedTuple):
     """Which texts some ranks have.
 
     Attributes:
@@ -50,10 +50,10 @@ def gather_distinct(traffic: Traffic, texts: Sequence[bytes], keep: str = "") ->
     """
     mine = {digest_of(text): text for text in texts}
     kept: Any = traffic.kept.get(keep, {})
-    own = Holders({digest: [(traffic.rank, traffic.rank + 1)] for digest in mine}, set(kept))
+    own = TextHolders({digest: [(traffic.rank, traffic.rank + 1)] for digest in mine}, set(kept))
     everyone = [(0, traffic.size)]
 
-    def decision(found: Holders) -> tuple[dict[bytes, _Runs], set[bytes]]:
+    def decision(found: TextHolders) -> tuple[dict[bytes, _Runs], set[bytes]]:
         known, runs = found.kept or frozenset(), found.runs
         return runs, {one for one, some in runs.items() if some != everyone and one not in known}
 
@@ -77,7 +77,7 @@ def digest_of(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=_DIGEST).digest()
 
 
-def join_holders(some: Sequence[Holders]) -> Holders:
+def join_holders(some: Sequence[TextHolders]) -> TextHolders:
     """Return which texts the ranks of several have, in their order."""
     found: dict[bytes, _Runs] = {}
     for one in some:
@@ -87,7 +87,7 @@ def join_holders(some: Sequence[Holders]) -> Holders:
                 start = there.pop()[0] if there and there[-1][1] == first else first
                 there.append((start, stop))
     same = all(one.kept == some[0].kept for one in some)
-    return Holders(found, some[0].kept if same else None)
+    return TextHolders(found, some[0].kept if same else None)
 
 
 def join_texts(some: Sequence[dict[bytes, bytes]]) -> dict[bytes, bytes]:

@@ -33,12 +33,12 @@ from math import prod
 from typing import NamedTuple
 
 from fastserial.distributed.layout.placement import (
+    HeldSlab,
     Holders,
     MeshHolders,
     MeshRanks,
     RangeHolders,
     Share,
-    Slab,
     holders_of_flat,
 )
 from fastserial.distributed.sharding.boxes import Box
@@ -392,7 +392,7 @@ class Partition:
         owner = record.divided.rank_at(slab.base + run.mesh_index)
         return Span(begin, end, owner, (record.window, tile))
 
-    def _slab(self, record: _Record, element: int) -> tuple[int, int, Slab]:
+    def _slab(self, record: _Record, element: int) -> tuple[int, int, HeldSlab]:
         """Return the first block of a slab, how many it has, and the slab that has an element."""
         if record.divided is None:
             raise ValueError("the record has no slabs")
