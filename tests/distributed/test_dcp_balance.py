@@ -29,10 +29,10 @@ SHAPES = {
 }
 
 
-def item(key: str, rows: int) -> WriteItem:
-    """Return a tensor of so many rows."""
-    size = torch.Size((rows, ROW))
-    chunk = ChunkStorageMetadata(torch.Size((0, 0)), size)
+def item(key: str, rows: int, first: int = 0, of: int = 0) -> WriteItem:
+    """Return so many rows from one on of a tensor, by default all of it."""
+    size = torch.Size((of or rows, ROW))
+    chunk = ChunkStorageMetadata(torch.Size((first, 0)), torch.Size((rows, ROW)))
     data = TensorWriteData(chunk, TensorProperties(torch.uint8), size)
     return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
@@ -55,6 +55,26 @@ def test_ranks_that_have_the_same_write_as_much(name: str) -> None:
     found = divide([SavePlan(list(items)) for _ in range(4)], False, whole, set())
     load = [sum(rows for _, _, rows in rows_of(plan)) for plan in found]
     assert max(load) <= ROWS * (sum(SHAPES[name]) / 4 + max(SHAPES[name]))
+
+
+def test_a_tensor_is_of_one_replica() -> None:
+    """HSDP: ranks 0 and 1 are one replica, 2 and 3 the other; ranks 1 and 3 have no part of some."""
+    chance = random.Random(5)
+    for _ in range(50):
+        held: list[list[WriteItem]] = [[], [], [], []]
+        for number in range(chance.randrange(2, 12)):
+            rows, is_cut = chance.randrange(1, 20), chance.random() < 0.7
+            for rank in range(4):
+                if is_cut:
+                    held[rank].append(item(str(number), rows, rank % 2 * rows, 2 * rows))
+                elif rank % 2 == 0:
+                    held[rank].append(item(str(number), rows))
+        found = divide([SavePlan(items) for items in held], False, set(), set())
+        replicas: dict[str, set[int]] = {}
+        for rank, plan in enumerate(found):
+            for key, _, _ in rows_of(plan):
+                replicas.setdefault(key, set()).add(rank // 2)
+        assert all(len(some) == 1 for some in replicas.values()), replicas
 
 
 def test_every_row_is_written_once() -> None:

@@ -152,7 +152,8 @@ def divide(
 ) -> list[SavePlan]:
     """Return plans in which each element is written once.
 
-    Of what the same ranks have, each writes about as many bytes: consecutive tensors.
+    Of what the same ranks have, each writes about as many bytes: consecutive tensors. All shards of
+    a tensor that are not cut come from one replica: nobody compared them.
 
     Args:
         plans: of the ranks: all that each of them has. Of what differs, the first rank's counts.
@@ -170,34 +171,38 @@ def divide(
     for rank, plan in enumerate(plans):
         for item in plan.items:
             key, is_value = item.index.fqn, item.tensor_data is None
-            before, other = types.setdefault(key, (is_value, rank))
-            if is_value is not before:
+            was_value, other = types.setdefault(key, (is_value, rank))
+            if is_value is not was_value:
                 raise ValueError(
                     f"{key}: a value on one of the ranks {other} and {rank}, a tensor on the other:"
                     " give one of them another key"
                 )
             if first.setdefault(item.index, item).tensor_data == item.tensor_data:
                 owners.setdefault(item.index, []).append(rank)
-    totals: dict[tuple[int, ...], int] = {}  # bytes of what the same ranks have
+    totals: dict[tuple[int, ...], int] = {}  # bytes of tensors whose first part the same ranks have
+    places: dict[
+        str, tuple[tuple[int, ...], int]
+    ] = {}  # of each key: these ranks, twice its middle
     kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for index, ranks in owners.items():
         _refuse_mixture(kinds, index.fqn, first[index].tensor_data, ranks[0])
         if lowest or first[index].tensor_data is None or index.fqn in apart:
             del ranks[1:]
-        nbytes = first[index].tensor_storage_size() or 0
-        totals[tuple(ranks)] = totals.get(tuple(ranks), 0) + nbytes
-    done = dict.fromkeys(totals, 0)
+        if index.fqn not in places:
+            nbytes, same = first[index].tensor_storage_size() or 0, tuple(ranks)
+            before = totals.get(same, 0)
+            places[index.fqn] = same, 2 * before + nbytes
+            totals[same] = before + nbytes
     items: list[list[WriteItem]] = [[] for _ in plans]
     for index, ranks in owners.items():
-        item, same = first[index], tuple(ranks)
+        item = first[index]
         nbytes = item.tensor_storage_size() or 0
         if len(ranks) > 1 and nbytes >= SHARED_FROM and index.fqn not in whole:
             for rank, part in zip(ranks, _parts(item, len(ranks)), strict=True):
                 items[rank] += part
         else:
-            share = Share(2 * done[same] + nbytes, 2 * totals[same])
-            items[ranks[share.of(len(ranks))]].append(item)
-        done[same] += nbytes
+            same, middle = places[index.fqn]
+            items[ranks[Share(middle, 2 * totals[same]).of(len(ranks))]].append(item)
     return [replace(plan, items=mine) for plan, mine in zip(plans, items, strict=True)]
 
 

@@ -188,11 +188,19 @@ class RangeHolders(Holders):
 def holders_of_flat(shape: tuple[int, ...], flat: Flat, share: Share, rank: int) -> RangeHolders:
     """Return who holds the elements of a FlatShard; of several ranks, the one at `share`.
 
+    If some ranks hold all of it, it is one of these: ranges are not compared.
+
     Raises:
         ValueError: nobody holds some of it.
     """
+    every = prod(shape)
+    alone = sorted({rank for rank, first, stop in flat.ranges if (first, stop) == (0, every)})
+    if alone and every:
+        return RangeHolders(shape, [(0, every, alone[share.of(len(alone))])], rank)
     ends: dict[int, list[int]] = {}
     for index, (_, first, stop) in enumerate(flat.ranges):
+        if first == stop:
+            continue
         ends.setdefault(first, []).append(index)
         ends.setdefault(stop, []).append(index)
     found: list[tuple[int, int, int]] = []
@@ -219,6 +227,8 @@ class MeshRanks:
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         self.rank, self.index = rank, mesh.index_of(rank)
+        if len(mesh.grids) > 1:
+            mesh = mesh._replace(grids=_each_rank_once(mesh.grids))
         self.mesh = mesh._replace(grids=())
         self.steps = contiguous_stride(mesh.shape)
         dims = list(zip(mesh.shape, self.steps, mesh.splits, strict=True))
@@ -238,6 +248,16 @@ class MeshRanks:
             if grid[base + index] >= 0:
                 return grid[base + index]
         raise ValueError(_INCOMPLETE)
+
+
+def _each_rank_once(grids: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Return grids in which a rank counts in the first that it is in, as in `Mesh.index_of`."""
+    placed: set[int] = set()
+    found: list[tuple[int, ...]] = []
+    for grid in grids:
+        found.append(tuple([-1 if rank in placed else rank for rank in grid]))
+        placed.update(grid)
+    return tuple(found)
 
 
 def _sums(dims: Sequence[tuple[int, int]]) -> list[int]:
