@@ -57,12 +57,13 @@ def test_values_come_in_the_order_of_the_ranks(size: int) -> None:
     assert [result for result, _ in found] == [(list(range(size)), size - 1)] * size
 
 
-def test_a_slow_rank_is_waited_for() -> None:
-    """Far longer than the timeout, in the tree's last row, while it shows that it is alive."""
+@pytest.mark.parametrize("slow", [0, 3, 39])
+def test_a_slow_rank_is_waited_for(slow: int) -> None:
+    """Far longer than the timeout, wherever it is in the tree, while it shows that it is alive."""
 
     def work(traffic: Traffic) -> Any:
         traffic.meet()
-        if traffic.rank == 39:
+        if traffic.rank == slow:
             until = time.monotonic() + 3 * TIMEOUT
             while time.monotonic() < until:
                 traffic.alive()

@@ -58,7 +58,7 @@ def test_ranks_that_have_the_same_write_as_much(name: str) -> None:
 
 
 def test_a_tensor_is_of_one_replica() -> None:
-    """HSDP: ranks 0 and 1 are one replica, 2 and 3 the other; ranks 1 and 3 have no part of some."""
+    """HSDP: ranks 0 and 1 are one replica, 2 and 3 the other; 1 and 3 have no part of some."""
     chance = random.Random(5)
     for _ in range(50):
         held: list[list[WriteItem]] = [[], [], [], []]

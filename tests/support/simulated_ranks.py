@@ -98,10 +98,11 @@ class SimulatedGroup:
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> _Done:
         self.check(rank)
+        data, key = tensors[0].clone(), (self.number, self.rank, rank, tag)
         with self.network.changed:
-            self.network.queues[self.number, self.rank, rank, tag].append(tensors[0].clone())
+            self.network.queues[key].append(data)
             self.network.changed.notify_all()
-        return _Done()
+        return _Done(self, data, key)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> _Receipt:
         self.check(None)
@@ -121,8 +122,18 @@ class SimulatedGroup:
 
 
 class _Done:
+    def __init__(self, group: SimulatedGroup, data: torch.Tensor, key: tuple[int, ...]) -> None:
+        self.group, self.data, self.key = group, data, key
+
     def wait(self, timeout: timedelta) -> None:
-        pass
+        group, network = self.group, self.group.network
+        until = time.monotonic() + timeout.total_seconds()
+        with network.changed:
+            while any(self.data is one for one in network.queues[self.key]):
+                group.check(self.key[2])
+                if time.monotonic() > until:
+                    raise RuntimeError("Timed out")
+                network.changed.wait(max(0.0, until - time.monotonic()))
 
 
 class _Receipt:
@@ -140,3 +151,4 @@ class _Receipt:
                     raise RuntimeError("Timed out")
                 network.changed.wait(max(0.0, until - time.monotonic()))
             self.data.copy_(network.queues[key].popleft())
+            network.changed.notify_all()

@@ -179,10 +179,8 @@ def divide(
                 )
             if first.setdefault(item.index, item).tensor_data == item.tensor_data:
                 owners.setdefault(item.index, []).append(rank)
-    totals: dict[tuple[int, ...], int] = {}  # bytes of tensors whose first part the same ranks have
-    places: dict[
-        str, tuple[tuple[int, ...], int]
-    ] = {}  # of each key: these ranks, twice its middle
+    totals: dict[tuple[int, ...], int] = {}  # bytes of the tensors of the same ranks
+    places: dict[str, tuple[tuple[int, ...], int]] = {}  # these ranks, twice its middle
     kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for index, ranks in owners.items():
         _refuse_mixture(kinds, index.fqn, first[index].tensor_data, ranks[0])

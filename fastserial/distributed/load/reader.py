@@ -153,6 +153,7 @@ class Flow:
             number: of the windows.
             ahead: buffers with this rank's windows.
         """
+        self._traffic.alive()
         sends: dict[int, list[torch.Tensor]] = {}
         receives: dict[int, list[torch.Tensor]] = {}
         later: list[tuple[list[ReadTarget], Box, torch.Tensor]] = []

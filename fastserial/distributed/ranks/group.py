@@ -463,8 +463,9 @@ class Traffic:
         if self._parent is None:
             answer = pickle.dumps(decision(value))
         else:
-            self.links.post([self._parent], pickle.dumps(value))
-            answer = self._begin_get(self._parent)()
+            finish = self.links.begin_post([self._parent], pickle.dumps(value))
+            answer = self._begin_get(self._parent)()  # first: heartbeats come before the answer
+            finish()
         self.links.post(self._children, answer)
         return pickle.loads(answer)
 

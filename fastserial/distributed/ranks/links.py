@@ -52,10 +52,23 @@ class Links:
 
     def post(self, ranks: Iterable[int], message: bytes) -> None:
         """Send a message to some ranks, and return when it is sent."""
+        self.begin_post(ranks, message)()
+
+    def begin_post(self, ranks: Iterable[int], message: bytes) -> Callable[[], None]:
+        """Start to send a message to some ranks; call the result to wait until it is sent.
+
+        A rank that works takes it late; until then its heartbeats come, if one is received.
+        """
         parts = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in framed(message)]
-        sent = [self._start(rank, part, _WORDS, out=True) for rank in ranks for part in parts]
-        for wait in sent:
-            wait()
+        sent = [
+            (part, self._start(rank, part, _WORDS, out=True)) for rank in ranks for part in parts
+        ]
+
+        def finish() -> None:
+            for _, wait in sent:
+                wait()
+
+        return finish
 
     def begin_get(self, rank: int, beats: Callable[[int], object]) -> Callable[[], bytes]:
         """Start to receive a message; call the result to wait for it.
