@@ -75,7 +75,8 @@ class Mirror:
         self._caught_up = False
         self._manifests: dict[int, dict[str, Any]] = {}
         self._run: str | None = None  # the identity of the run, once it is known
-        self._is_known = False  # both folders have it
+        self._is_kept = False  # the local folder has it
+        self._is_known = False  # the remote one, too: once it has a whole checkpoint of this run
         _mirrors.add(self)
 
     # -- uploads ---------------------------------------------------------------------------------
@@ -208,6 +209,9 @@ class Mirror:
             "metrics": dict(metrics),
         }
         self._write_manifest(step, manifest)
+        if not self._is_known:
+            self._write(_RUN, self._own_run())
+            self._is_known = True
         self._newest = step if self._newest is None else max(step, self._newest)
         return sizes
 
@@ -221,24 +225,25 @@ class Mirror:
         self._remote.put(name, [data], len(data))
 
     def _own_run(self) -> str:
-        """Return the identity of this run, which both folders have from now on.
+        """Return the identity of this run, which the local folder has from now on.
+
+        The remote folder stays that of the run before, until it has a whole checkpoint of this one.
 
         Raises:
             RemoteError: the store failed.
         """
-        if not self._is_known:
+        if not self._is_kept:
             run = self._run or self._run_here() or uuid.uuid4().hex
             there = self._run_there()
-            if there != run:
-                if there is not None:
-                    _log.warning(
-                        "%s holds checkpoints of another run than %s: they stay, but those of the "
-                        "same steps are replaced. Give each run its own mirror",
-                        self._remote.url, self._folder.path,
-                    )  # fmt: skip
-                self._write(_RUN, run)
+            if there not in (None, run):
+                _log.warning(
+                    "%s holds checkpoints of another run than %s: they stay, but those of the "
+                    "same steps are replaced. Give each run its own mirror",
+                    self._remote.url, self._folder.path,
+                )  # fmt: skip
             self._keep_run(run)
-            self._is_known = True
+            self._is_kept = True
+            self._is_known = there == run
         return str(self._run)
 
     def _run_here(self) -> str | None:
@@ -286,7 +291,10 @@ class Mirror:
         mine = [step for step in self._listed(sizes) if self._is_mine(step)]
         whole = [step for step in mine if self._is_whole(step) and self._folder.name(step) in sizes]
         kept = {*whole} - {*self._surplus(whole)}
-        names = [self._folder.name(step) for step in mine if step not in kept]
+        surplus = [step for step in mine if step not in kept]
+        for step in surplus:  # another run may have replaced it since it was read
+            self._manifests.pop(step, None)
+        names = [self._folder.name(step) for step in surplus if self._is_mine(step)]
         self._remote.remove(names)
         self._remote.remove(map(_manifest_name, names))
 

@@ -206,6 +206,28 @@ def test_another_runs_checkpoints_are_neither_resumed_nor_removed(
     assert tiers.resumed() == 1000
 
 
+def test_a_run_without_a_whole_copy_does_not_take_the_mirror(
+    tiers: Tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers.save(1, 2)
+    other = Tiers(tmp_path / "other", tiers.url)
+    checkpointer = other.open()
+    assert checkpointer._mirror is not None
+    put = checkpointer._mirror._remote.put
+
+    def ends_early(name: str, *more: Any) -> None:
+        if name == file(7):
+            raise RuntimeError("as if it was killed")
+        put(name, *more)
+
+    monkeypatch.setattr(checkpointer._mirror._remote, "put", ends_early)
+    with pytest.raises(RuntimeError, match="killed"), checkpointer:
+        checkpointer.save(7)
+    shutil.rmtree(tiers.local)
+    (tmp_path / "machine").mkdir()
+    assert Tiers(tmp_path / "machine", tiers.url).resumed() == 2
+
+
 def test_a_bucket_that_refuses_deletes_has_each_file_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
