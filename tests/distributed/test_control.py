@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support import ranks
 from support.simulated_ranks import Network
 
+from fastserial.distributed.ranks import group
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.ranks.tree import neighbours
 from fastserial.errors import DistributedError
@@ -55,6 +56,22 @@ def test_values_come_in_the_order_of_the_ranks(size: int) -> None:
 
     found = Network(size).run(work, 20)
     assert [result for result, _ in found] == [(list(range(size)), size - 1)] * size
+
+
+class Late(Network):
+    """Rank 0 comes to its first call after a while."""
+
+    def traffic(self, rank: int, *more: Any, **named: Any) -> Traffic:
+        if rank == 0:
+            time.sleep(1)
+        return super().traffic(rank, *more, **named)
+
+
+def test_a_rank_0_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others say meanwhile for whom they wait."""
+    monkeypatch.setattr(group, "_PATIENCE", 0.2)
+    found = Late(3).run(lambda traffic: traffic.decide(traffic.rank, len), 5)
+    assert [result for result, _ in found] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("slow", [0, 3, 39])

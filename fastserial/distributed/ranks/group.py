@@ -149,7 +149,7 @@ def _find(group: dist.ProcessGroup | None, use: str) -> Traffic:
         store: Any = dist.distributed_c10d._get_default_store()
         if store is None:
             raise RuntimeError("the process group has no store (MPI); use gloo or NCCL")
-        traffic = made[name] = Traffic(ranks, dist.get_rank(key), store, use)
+        traffic = made.setdefault(name, Traffic(ranks, dist.get_rank(key), store, use))
     return traffic
 
 
@@ -233,12 +233,11 @@ class Traffic:
                     "when the first call has ended"
                 )
                 raise distributed_error(self.job_rank, text)
-            self._depth = 1
-            with cleanup(self._let_go):
+            try:  # nothing is called between these lines: no signal handler can leave it held
+                self._depth = 1
                 yield
-
-    def _let_go(self) -> None:
-        self._depth = 0
+            finally:
+                self._depth, self._alike = 0, None  # whose frames hold the state
 
     def begin(self, timeout: float, call: RankCall) -> None:
         """Get ready for a collective call. Collective.
@@ -316,6 +315,8 @@ class Traffic:
         def say() -> None:
             with suppress(RuntimeError):  # of the store
                 ranks = awaited()
+                if not ranks:  # all have come, and are not connected yet
+                    return
                 said.append(ranks[0])
                 self._rendezvous.wait_for(ranks[0])
                 last = [self._rendezvous.last_in_line(rank) for rank in ranks]

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from fastserial.interrupts import Locked
+from fastserial.interrupts import Locked, suppress
 
 _wanted: dict[object, tuple[float, Callable[[], object]]] = {}
 _lock = threading.RLock()
@@ -45,5 +45,16 @@ def _run() -> None:
             calls = [_wanted.pop(key)[1] for key in due]
             _wakes = min((until for until, _ in _wanted.values()), default=float("inf"))
         for call in calls:
-            call()
+            with suppress(Exception):  # the thread is everybody's
+                call()
         _new.wait(min(threading.TIMEOUT_MAX, max(0.0, _wakes - time.monotonic())))
+
+
+def _in_child() -> None:
+    """Begin anew: the thread is the parent's, which may hold the lock, and so is what it says."""
+    global _lock, _new, _process
+    _lock, _new, _process = threading.RLock(), threading.Event(), -1
+    _wanted.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)

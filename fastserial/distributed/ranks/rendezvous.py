@@ -137,12 +137,16 @@ class Rendezvous:
 
     def wait_for(self, rank: int | None) -> None:
         """Say for which rank this one waits."""
+        if not self._nonce:  # nobody can read it yet
+            return
         with suppress(RuntimeError):
             self._here().set(f"waits/{self._rank}", "" if rank is None else str(rank))
 
     def last_in_line(self, rank: int) -> int:
         """Return the rank that the others wait for: a rank that waits itself is not the cause."""
         seen = {self._rank}
+        if not self._nonce:
+            return rank
         with suppress(RuntimeError):
             while rank not in seen and self._here().has(f"waits/{rank}"):
                 seen.add(rank)
