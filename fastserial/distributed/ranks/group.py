@@ -69,7 +69,8 @@ def collective(
     opening files. It ends when every rank has reached its end.
 
     Args:
-        group, timeout, use: as `traffic_of`.
+        group, use: as `traffic_of`.
+        timeout: seconds after which a rank that is not heard from counts as lost.
         call: that all ranks have to make.
         theirs: as `Traffic.together`.
 
@@ -80,7 +81,7 @@ def collective(
         ConfigError: this process is not in the group, or in none though there are several.
         RuntimeError: the process group has no store.
     """
-    traffic = _find(group, use)
+    traffic = traffic_of(group, use)
     with traffic.held_for(call):
         traffic.begin(timeout, call)
         with traffic.together(theirs):
@@ -105,15 +106,11 @@ def path_of(path: Any, other: object, call: str) -> str:
     return text
 
 
-def traffic_of(
-    group: dist.ProcessGroup | None, timeout: float, call: RankCall, use: str = ""
-) -> Traffic:
-    """Return the connections of a group, made at the first call and after a failure. Collective.
+def traffic_of(group: dist.ProcessGroup | None, use: str = "") -> Traffic:
+    """Return the connections of a group; `Traffic.begin` makes them, and anew after a failure.
 
     Args:
         group: of the job; None is all of it.
-        timeout: seconds after which a rank that is not heard from counts as lost.
-        call: for which they are.
         use: connections of different uses are separate.
 
     A process without a process group is alone.
@@ -121,16 +118,8 @@ def traffic_of(
     Raises:
         ConfigError: this process is not in the group; or there is no process group, though
             several processes were launched together.
-        DistributedError: a rank does not take part.
         RuntimeError: the process group has no store.
     """
-    traffic = _find(group, use)
-    traffic.begin(timeout, call)
-    return traffic
-
-
-def _find(group: dist.ProcessGroup | None, use: str) -> Traffic:
-    """Return what there is of a group's connections; see `traffic_of`."""
     if not dist.is_initialized():
         refuse_unconnected_rank()
         stores: Any = dist

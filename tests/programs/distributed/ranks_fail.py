@@ -230,7 +230,8 @@ def broken_off() -> None:
     group: Any = dist.new_group([0, 1])
     if RANK == 2:
         return
-    traffic = traffic_of(group, 60, RankCall("a test"))
+    traffic = traffic_of(group)
+    traffic.begin(60, RankCall("a test"))
     began = time.monotonic()
     with pytest.raises((OSError, DistributedError), match="the disk broke"), traffic.together():
         data = torch.full((512 * MIB,), 7 * (1 - RANK), dtype=torch.uint8)

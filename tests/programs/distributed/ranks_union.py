@@ -70,7 +70,8 @@ def stage(number: int, rank: int | None, mesh: Any) -> dict[str, Any]:
 
 def tied() -> None:
     """A tensor with several keys is the same one under all of them, and each rank has it once."""
-    tensor, traffic = torch.ones(4), traffic_of(None, 30, RankCall("a test"))
+    tensor, traffic = torch.ones(4), traffic_of(None)
+    traffic.begin(30, RankCall("a test"))
     with traffic.together():
         found = merged({"a": tensor, "b": tensor, "c": [tensor]}, traffic)
     assert found["a"] is found["b"] is found["c"][0]
