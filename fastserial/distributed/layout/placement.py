@@ -7,6 +7,7 @@ number of mesh dimensions.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from math import prod
@@ -136,7 +137,11 @@ class Holders:
 
 
 class RangeHolders(Holders):
-    """Ranges of elements, each of one rank."""
+    """Ranges of elements, each of one rank.
+
+    Attributes:
+        cuts: within how many blocks of the file what one rank has may end, at most.
+    """
 
     def __init__(
         self, shape: tuple[int, ...], ranges: Sequence[tuple[int, int, int]], rank: int
@@ -155,6 +160,8 @@ class RangeHolders(Holders):
         self._shape = shape
         self._firsts = [first for first, _, _ in ranges]
         self._ranges = ranges
+        counts = Counter(owner for _, _, owner in ranges)
+        self.cuts = max(counts.values()) if len(counts) > 1 else 0
         self._rank = rank
         self.spans = [(first, stop) for first, stop, owner in ranges if owner == rank]
 

@@ -245,7 +245,9 @@ class Partition:
                     source, offset, Share(2 * before[kind] + nbytes, 2 * totals[kind])
                 )
                 before[kind] += nbytes
-                if isinstance(holders, MeshHolders):
+                if isinstance(holders, RangeHolders):
+                    blocks = holders.cuts
+                elif isinstance(holders, MeshHolders):
                     blocks = holders.runs
                     if not holders.is_stored or holders.strip_numel * item < GRAIN:
                         divided = holders
