@@ -193,7 +193,7 @@ class SaveReport(Report):
             such as the pickle: they add up to `seconds`.
         snapshot: of a `save_async`, else None.
         ranks: of a save of many ranks, each rank's part; on rank 0.
-        rank: of a save of many ranks, the one whose report it is.
+        rank: of a save of many ranks, the one (in the job) whose report it is.
     """
 
     direct: bool

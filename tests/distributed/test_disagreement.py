@@ -108,6 +108,10 @@ def test_values_that_differ(count: int, tmp_path: Path) -> None:
     ranks.run("ranks_disagree", count, "values", tmp_path)
 
 
+def test_storages_that_differ(tmp_path: Path) -> None:
+    ranks.run("ranks_disagree", 2, "storages", tmp_path)
+
+
 def test_shards_of_a_class_of_their_own(tmp_path: Path) -> None:
     ranks.run("ranks_disagree", 2, "subclasses", tmp_path)
 

@@ -330,7 +330,7 @@ class SaveTask:
         made_from = decision.plan, decision.ranges, decision.grids, table.digest
         kept = traffic.kept.get(self.container)
         if not isinstance(kept, _KeptPlan) or kept.made_from != made_from:
-            specs = table.completed(decision.ranges, decision.grids)
+            specs = table.completed(decision.ranges, decision.grids, decision.plan.records)
             made = Partition(decision.plan, specs, traffic.rank, traffic.size)
             kept = traffic.kept[self.container] = _KeptPlan(made_from, specs, made)
         return kept
@@ -435,7 +435,7 @@ class SaveTask:
             transfer=outcome.transfer.word,
             transfer_why=outcome.transfer.why,
             ranks=self._reports,
-            rank=self.traffic.rank,
+            rank=self.traffic.job_rank,
         )
 
     def _explained(self, error: OSError) -> WriteError:

@@ -364,8 +364,8 @@ def views(
     shape = tuple(sum(stop - first for first, stop in cut) for cut in ranges) if boxes else (0,)
     if local.shape != shape and (local.numel() or boxes):
         raise LoadMismatchError(
-            f"{key}: the shard of rank {rank} has the shape {tuple(local.shape)}, which is not "
-            f"what its placements {spec.held.splits} make of {spec.shape}"
+            f"{key}: the shard here has the shape {tuple(local.shape)}, which is not what its "
+            f"placements {spec.held.splits} make of {spec.shape}"
         )
     # Along each dimension the ranges are consecutive in the local tensor.
     starts: list[dict[int, int]] = []

@@ -162,6 +162,7 @@ class StateTable:
         of_leaves: number of the source of each leaf.
         rows: of each leaf, what has to be the same on all ranks, as plain values.
         flat: sources that are FlatShards.
+        of_rank: sources that are storages of which the file has one rank's, with that rank.
         meshes, grids: each mesh that is in the rows, and its ranks. Ranks may be on different
             meshes of one shape: then each mesh has the whole tensor.
         copies: the leaves that are plain tensors of several ranks, and should be equal; whether
@@ -174,6 +175,7 @@ class StateTable:
     of_leaves: list[int] = field(default_factory=list)
     rows: list[tuple[Any, ...]] = field(default_factory=list)
     flat: list[int] = field(default_factory=list)
+    of_rank: dict[int, int] = field(default_factory=dict)
     meshes: dict[Mesh, int] = field(default_factory=dict)
     grids: list[Grids] = field(default_factory=list)
     copies: dict[int, bool] = field(default_factory=dict)
@@ -196,13 +198,18 @@ class StateTable:
         ]
 
     def completed(
-        self, ranges: Mapping[int, list[tuple[int, int, int]]], grids: Sequence[Grids]
+        self,
+        ranges: Mapping[int, list[tuple[int, int, int]]],
+        grids: Sequence[Grids],
+        records: Iterable[tuple[int, int, int, int]],
     ) -> list[TensorSpec]:
         """Return the specs with what the other ranks hold.
 
         Args:
             ranges: what the ranks hold of each FlatShard: rank, first element, end.
             grids: of each mesh, those of all ranks.
+            records: see `FilePlan`. A storage of which the file has one rank's may have another
+                size here.
 
         Raises:
             ConfigError: the FlatShards of a tensor do not make it up.
@@ -216,6 +223,9 @@ class StateTable:
             if isinstance(spec.held, Mesh):
                 held = spec.held._replace(grids=grids[self.meshes[spec.held]])
                 specs[number] = replace(spec, held=held)
+        for _, number, _, nbytes in records:
+            if (rank := self.of_rank.get(number)) is not None:
+                specs[number] = _bytes_on([rank], nbytes)
         return specs
 
 
@@ -329,11 +339,11 @@ class _TableMaker:
             if like.storage is None:
                 self._add_sharded(number, key, like, ranks)
             else:
-                table.specs.append(_spec_of_storage(like, ranks))
+                table.specs.append(self._spec_of_storage(number, like, ranks))
         shape, dtype, placed = self._placed_as(table.specs[number], like)
         if like.storage is not None:
             shared = _is_shared(like)
-            if like.storage[1] and not like.is_buffer and (ranks is None or len(ranks) > 1):
+            if like.spec.numel and not like.is_buffer and (ranks is None or len(ranks) > 1):
                 table.copies[index] = shared
             placed = like.storage[1:] if shared or ranks is not None else None
         # The ranks that have it belong to the digest: if a tensor moved, the last plan is wrong.
@@ -372,6 +382,16 @@ class _TableMaker:
             table.grids.append(spec.held.grids)
         table.specs.append(spec)
 
+    def _spec_of_storage(
+        self, number: int, like: LeafSpec, ranks: tuple[int, ...] | None
+    ) -> TensorSpec:
+        """Return the storage of a plain tensor as bytes, held by the ranks that may write it."""
+        nbytes = like.storage[1] if like.storage is not None else 0
+        if _is_shared(like):
+            return _bytes_on(ranks, nbytes)
+        rank = self.table.of_rank[number] = ranks[0] if ranks else 0
+        return _bytes_on([rank], nbytes)
+
     def _placed_as(self, spec: TensorSpec, like: LeafSpec) -> tuple[Any, ...]:
         """Return what a row says of a tensor: shape, dtype, and how a DTensor is placed."""
         if like.storage is not None:
@@ -391,11 +411,9 @@ def _is_shared(like: LeafSpec) -> bool:
     return like.storage is not None and like.storage[1] >= SHARED_FROM and not like.is_buffer
 
 
-def _spec_of_storage(like: LeafSpec, ranks: tuple[int, ...] | None) -> TensorSpec:
-    """Return the storage of a plain tensor as bytes, held by the ranks that may write it."""
-    nbytes = like.storage[1] if like.storage is not None else 0
-    writing = ranks if _is_shared(like) else (ranks or (0,))[:1]
+def _bytes_on(ranks: Sequence[int] | None, nbytes: int) -> TensorSpec:
+    """Return bytes of which each of some ranks has all; None: all ranks."""
     held = None
-    if writing is not None:
-        held = Flat(tuple((rank, 0, nbytes) for rank in writing) if nbytes else ())
+    if ranks is not None:
+        held = Flat(tuple((rank, 0, nbytes) for rank in ranks) if nbytes else ())
     return TensorSpec((nbytes,), torch.uint8, held)

@@ -107,6 +107,7 @@ def _of_two(rank: int, group: Any, folder: str) -> None:
     options: dict[str, Any] = {"group": group, "timeout": 30}
     path = Path(folder, "x.pt")
     report = distributed.save({"x": torch.ones(LARGE)}, path, **options)
+    assert report.rank == rank
     if rank == 1:
         assert [line.rank for line in report.ranks] == [1, 2]
     loaded = distributed.load(path, {"x": torch.zeros(LARGE)}, **options)

@@ -444,6 +444,28 @@ def values(folder: str) -> None:
     assert [str(one.message).count("'new'") for one in found] == ([1] if me == 0 else [])
 
 
+def storages(folder: str) -> None:
+    """Small tensors in storages of other sizes, or in none: the file is what rank 0 would save."""
+    me, path, stock = dist.get_rank(), Path(folder, "x.pt"), Path(folder, "stock", "x.pt")
+    emptied, large = torch.arange(40.0), torch.ones(MIB)
+    if me:
+        emptied.untyped_storage().resize_(0)
+        large.untyped_storage().resize_(0)
+    view, other = torch.arange(50)[:5], torch.arange(5)
+    state = {"emptied": emptied, "view": (other, view)[me], "of view": (view, other)[me], "n": 3}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            distributed.save(state, path, timeout=TIMEOUT)
+    texts = [str(one.message) for one in found]
+    assert ["'emptied'" in text for text in texts] == ([] if me else [True]), texts
+    ranks.alone(stock.parent.mkdir)
+    ranks.alone(lambda: torch.save(state, stock))
+    assert path.read_bytes() == stock.read_bytes()
+    with pytest.raises(DistributedError, match="^rank 1: its 'large'"):
+        distributed.save({"large": large}, path, timeout=TIMEOUT)
+
+
 # -- subclasses ------------------------------------------------------------------------------------
 
 
@@ -538,5 +560,5 @@ def subclasses(folder: str, kind: str = "Pair") -> None:
                 assert torch.equal(one, other)
 
 
-SCENES = (calls, steps, waits, tensors, states, compared, values, subclasses)
+SCENES = (calls, steps, waits, tensors, states, compared, values, storages, subclasses)
 ranks.main({scene.__name__: scene for scene in SCENES})
