@@ -52,7 +52,7 @@ def test_ranks_that_have_the_same_write_as_much(name: str) -> None:
     """As far as whole tensors allow it."""
     items = [item(str(number), rows * ROWS) for number, rows in enumerate(SHAPES[name])]
     whole = {one.index.fqn for one in items}
-    found = divide([SavePlan(list(items)) for _ in range(4)], False, whole, set())
+    found = divide([SavePlan(list(items)) for _ in range(4)], range(4), False, whole, set())
     load = [sum(rows for _, _, rows in rows_of(plan)) for plan in found]
     assert max(load) <= ROWS * (sum(SHAPES[name]) / 4 + max(SHAPES[name]))
 
@@ -69,7 +69,7 @@ def test_a_tensor_is_of_one_replica() -> None:
                     held[rank].append(item(str(number), rows, rank % 2 * rows, 2 * rows))
                 elif rank % 2 == 0:
                     held[rank].append(item(str(number), rows))
-        found = divide([SavePlan(items) for items in held], False, set(), set())
+        found = divide([SavePlan(items) for items in held], range(4), False, set(), set())
         replicas: dict[str, set[int]] = {}
         for rank, plan in enumerate(found):
             for key, _, _ in rows_of(plan):
@@ -90,7 +90,7 @@ def test_every_row_is_written_once() -> None:
                 held[rank].append(item(str(number), rows[str(number)][0]))
         whole = {key for key in rows if chance.random() < 0.5}
         lowest = chance.random() < 0.2
-        found = divide([SavePlan(some) for some in held], lowest, whole, set())
+        found = divide([SavePlan(some) for some in held], range(ranks), lowest, whole, set())
         written = sorted(
             (key, first, first + count, rank)
             for rank, plan in enumerate(found)

@@ -119,11 +119,11 @@ def test_a_value_on_one_rank_and_a_tensor_on_another() -> None:
         create_default_local_save_plan({"x.y": one}, False) for one in (3, torch.zeros(3))
     )
     for plans, ranks in (
-        ([value, tensor, tensor], "0 and 1"),
-        ([tensor, tensor, value], "0 and 2"),
+        ([value, tensor, tensor], "4 and 5"),
+        ([tensor, tensor, value], "4 and 6"),
     ):
         with pytest.raises(ValueError, match=rf"^x\.y: a value on one of the ranks {ranks}"):
-            divide(plans, False, set(), set())
+            divide(plans, [4, 5, 6], False, set(), set())
 
 
 class Wrapper(torch.Tensor):

@@ -148,7 +148,11 @@ def _with_shards(state: Mapping[str, Any], meshes: dict[int, tuple[int, ...]]) -
 
 
 def divide(
-    plans: Sequence[SavePlan], lowest: bool, whole: Collection[str], apart: Collection[str]
+    plans: Sequence[SavePlan],
+    jobs: Sequence[int],
+    lowest: bool,
+    whole: Collection[str],
+    apart: Collection[str],
 ) -> list[SavePlan]:
     """Return plans in which each element is written once.
 
@@ -157,6 +161,7 @@ def divide(
 
     Args:
         plans: of the ranks: all that each of them has. Of what differs, the first rank's counts.
+        jobs: the job's ranks of the group, which errors name.
         lowest: what several ranks have is written by the first of them.
         whole: keys of what cannot be cut.
         apart: plain tensors that differ between the ranks: the first rank's is saved, as a whole.
@@ -174,8 +179,8 @@ def divide(
             was_value, other = types.setdefault(key, (is_value, rank))
             if is_value is not was_value:
                 raise ValueError(
-                    f"{key}: a value on one of the ranks {other} and {rank}, a tensor on the other:"
-                    " give one of them another key"
+                    f"{key}: a value on one of the ranks {jobs[other]} and {jobs[rank]}, a tensor on "
+                    "the other: give one of them another key"
                 )
             if first.setdefault(item.index, item).tensor_data == item.tensor_data:
                 owners.setdefault(item.index, []).append(rank)
@@ -183,7 +188,7 @@ def divide(
     places: dict[str, tuple[tuple[int, ...], int]] = {}  # these ranks, twice its middle
     kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for index, ranks in owners.items():
-        _refuse_mixture(kinds, index.fqn, first[index].tensor_data, ranks[0])
+        _refuse_mixture(kinds, index.fqn, first[index].tensor_data, jobs[ranks[0]])
         if lowest or first[index].tensor_data is None or index.fqn in apart:
             del ranks[1:]
         if index.fqn not in places:
@@ -271,10 +276,12 @@ class _FromRank(NamedTuple):
         plan: a pickle of torch's plan, with all that the rank has, and of the keys that stay whole.
         sums: checksums of the plain tensors that may be cut, and of numbers, texts, and nests of
             these.
+        rank: in the job.
     """
 
     plan: bytes
     sums: dict[str, int]
+    rank: int
 
 
 class _ToRank(NamedTuple):
@@ -306,7 +313,11 @@ _last = _OwnPlan(None, b"", [])  # replaced as a whole: several threads may save
 
 @functools.lru_cache(maxsize=4)
 def _planned(
-    plans: tuple[bytes, ...], flattened: bool, lowest: bool, apart: frozenset[str]
+    plans: tuple[bytes, ...],
+    jobs: tuple[int, ...],
+    flattened: bool,
+    lowest: bool,
+    apart: frozenset[str],
 ) -> tuple[list[bytes], bytes]:
     """Return pickles of each rank's items, and of the metadata, which its user may change.
 
@@ -314,7 +325,7 @@ def _planned(
     """
     found: list[tuple[SavePlan, set[str]]] = [pickle.loads(one) for one in plans]
     whole = {key for _, keys in found for key in keys}
-    divided = divide([plan for plan, _ in found], lowest, whole, apart)
+    divided = divide([plan for plan, _ in found], jobs, lowest, whole, apart)
     made, metadata = DefaultSavePlanner(flattened).create_global_plan(divided)
     return [pickle.dumps(plan.items) for plan in made], pickle.dumps(metadata)
 
@@ -365,7 +376,7 @@ class FastSavePlanner(DefaultSavePlanner):
         found = dict(zip(own.compared, sums, strict=True))
         if dist.is_initialized():
             found.update(_sums_of_values(self.state_dict))
-        message = _FromRank(own.plan, found)
+        message = _FromRank(own.plan, found, dist.get_rank() if dist.is_initialized() else 0)
         self.plan = SavePlan([], planner_data=message)
         return self.plan
 
@@ -405,17 +416,22 @@ class FastSavePlanner(DefaultSavePlanner):
         messages: list[_FromRank] = [plan.planner_data for plan in all_plans]
         for rank, message in enumerate(messages):
             if isinstance(message, _FromRank) is self._plans_as_stock:
-                raise _other_planner(f"rank {rank}")
+                raise _other_planner(f"rank {rank} of the process group")
         if self._plans_as_stock:
             return super().create_global_plan(all_plans)
         mixed = differing([message.sums for message in messages])
         plans = tuple(message.plan for message in messages)
+        jobs = tuple(message.rank for message in messages)
         with paused_collection():
             items, metadata = _planned(
-                plans, self.flatten_state_dict, self.dedup_save_to_lowest_rank, frozenset(mixed)
+                plans,
+                jobs,
+                self.flatten_state_dict,
+                self.dedup_save_to_lowest_rank,
+                frozenset(mixed),
             )
             self.metadata = pickle.loads(metadata)
-        _warn(mixed)
+        _warn({key: [jobs[rank] for rank in ranks] for key, ranks in mixed.items()})
         answers = [
             replace(plan, planner_data=_ToRank(mine))
             for plan, mine in zip(all_plans, items, strict=True)

@@ -11,6 +11,7 @@ import os
 import signal
 import stat
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,8 @@ def by_dcp(folder: Path, state: Any, group: Any) -> None:
     """By its planners: groups do not mix up their plans."""
     if torch.__version__.startswith("2.6."):
         return  # there DCP coordinates by global rank 0, which has to be in the group
-    path = folder / f"dcp {dist.get_process_group_ranks(group)}"
+    members = dist.get_process_group_ranks(group)
+    path = folder / f"dcp {members}"
     into = {"w": torch.zeros_like(state["w"]), "n": 0}
     dcp.save(
         {"w": state["w"], "n": state["n"]},
@@ -211,6 +213,18 @@ def by_dcp(folder: Path, state: Any, group: Any) -> None:
         process_group=group,
     )
     dcp.load(into, storage_reader=FastStorageReader(path), process_group=group)
+    rank = dist.get_rank()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        dcp.save(
+            {"mine": rank},
+            storage_writer=FastStorageWriter(f"{path}, others"),
+            planner=FastSavePlanner(),
+            process_group=group,
+        )
+    texts = [str(one.message) for one in found if "differ" in str(one.message)]
+    names = ", ".join(map(str, members[1:]))
+    assert [f"{names} differ" in text for text in texts] == [True] * (rank == members[0]), texts
     assert same_bytes(into["w"].to_local(), state["w"].to_local())
     assert into["n"] == state["n"]
 
