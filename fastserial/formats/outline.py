@@ -52,10 +52,10 @@ from fastserial.formats.zip_format import (
 )
 from fastserial.interrupts import ours
 
-_LONGEST_KEY = 4096
 _MOST_NOTES = 100
 _MOST_METADATA = 64  # torch writes two
-_SHOWN_PARTS = 16  # of a key that is a tuple
+_DEEPEST_TUPLE = 64  # in a key
+_LONGEST_NUMBER = 4096  # bits; to write out one of many takes long
 
 # What is charged for, in bytes of memory.
 _STORAGE_COST = 512  # a persistent id
@@ -386,33 +386,35 @@ def _join(key: str, name: Any, budget: Budget) -> str:
         PickleLimitError: the budget is spent.
     """
     if name is not _HERE:
-        text = _text(name)
-        budget.spend(_CHARACTER_COST * min(len(key) + len(text) + 1, _LONGEST_KEY))
-        return (f"{key}.{text}" if key else text)[:_LONGEST_KEY]
+        text = _text(name, budget)
+        budget.spend(_CHARACTER_COST * (len(key) + len(text) + 1))
+        return f"{key}.{text}" if key else text
     budget.spend(_PART_COST)
     return key
 
 
-def _text(name: Any) -> str:
-    """Return a name as text, of some characters more than a key may have at most."""
+def _text(name: Any, budget: Budget, depth: int = 0) -> str:
+    """Return a name as `str` shows it; "?" for what may take forever to write out.
+
+    Args:
+        depth: how many tuples it is in.
+
+    Raises:
+        PickleLimitError: the budget is spent.
+    """
     if type(name) is bytes:
-        return name[:_LONGEST_KEY].decode("utf-8", "backslashreplace")
-    if type(name) is not tuple:
-        return _simple_text(name)
-    shown: list[str] = []
-    for part in name[:_SHOWN_PARTS]:
-        shown.append(_simple_text(part))
-        if sum(map(len, shown)) > _LONGEST_KEY:
-            break
-    return f"({', '.join(shown)})"
-
-
-def _simple_text(name: Any) -> str:
-    """Return a simple value as text; others may take forever to write out."""
+        name = name.decode("utf-8", "backslashreplace")
     if type(name) is str:
-        return name[:_LONGEST_KEY]
-    simple = type(name) in (float, bool, Global, Elided) or name is None
-    return str(name) if simple or (type(name) is int and abs(name) <= LARGEST) else "?"
+        text = repr(name) if depth else name
+    elif type(name) is tuple and depth < _DEEPEST_TUPLE:
+        parts = [_text(part, budget, depth + 1) for part in name]
+        text = f"({', '.join(parts)}{',' * (len(parts) == 1)})"
+    elif type(name) in (float, bool, Global, Elided) or name is None:
+        text = str(name)
+    else:
+        text = str(name) if type(name) is int and name.bit_length() < _LONGEST_NUMBER else "?"
+    budget.spend(_CHARACTER_COST * len(text) * bool(depth))
+    return text
 
 
 class _OnlyForTorchError(Exception):
@@ -515,7 +517,7 @@ def _tuple(value: Any, length: int) -> tuple[Any, ...]:
 
 
 def _integers(value: Any) -> tuple[int, ...]:
-    if type(value) is Call and _simple_text(value.function) == "torch.Size":
+    if type(value) is Call and value.function == Global("torch", "Size"):
         value = _tuple(value.arguments, 1)[0]
     if type(value) in (tuple, list) and len(value) <= MOST_DIMENSIONS:
         sizes = tuple(value)

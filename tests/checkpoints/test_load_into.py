@@ -82,6 +82,19 @@ def test_nested_and_part(tmp_path: Path) -> None:
     assert state["epoch"] == 0
 
 
+def test_keys_of_any_kind(tmp_path: Path) -> None:
+    """Tuples in tuples, and long keys that differ at their ends."""
+    keys = ("a", 1), ("a", ("b", 2)), ((),), ("x\"y'", "é\n", None, 1.5), 10**30, -3, "k" * 9999
+    state = {key: torch.full((2,), float(at)) for at, key in enumerate((*keys, "k" * 9998))}
+    path = saved(tmp_path, {"model": [state]})
+    target = {"model": [{key: torch.zeros(2) for key in state}]}
+    load_into(target, path)
+    assert equal(target["model"][0], state)
+    with fastserial.open(path) as file:
+        for key, value in state.items():
+            assert torch.equal(file.get_tensor(f"model.0.{key}"), value)
+
+
 def test_targets_that_are_one_memory(tmp_path: Path) -> None:
     """The last one remains, as after copying one after the other."""
     path = saved(tmp_path, {"a": torch.full((900,), 1.0), "b": torch.full((900,), 2.0)})

@@ -179,8 +179,8 @@ def divide(
             was_value, other = types.setdefault(key, (is_value, rank))
             if is_value is not was_value:
                 raise ValueError(
-                    f"{key}: a value on one of the ranks {jobs[other]} and {jobs[rank]}, a tensor on "
-                    "the other: give one of them another key"
+                    f"{key}: a value on one of the ranks {jobs[other]} and {jobs[rank]}, a tensor "
+                    "on the other: give one of them another key"
                 )
             if first.setdefault(item.index, item).tensor_data == item.tensor_data:
                 owners.setdefault(item.index, []).append(rank)

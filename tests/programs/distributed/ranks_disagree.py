@@ -462,7 +462,7 @@ def storages(folder: str) -> None:
     ranks.alone(stock.parent.mkdir)
     ranks.alone(lambda: torch.save(state, stock))
     assert path.read_bytes() == stock.read_bytes()
-    with pytest.raises(DistributedError, match="^rank 1: its 'large'"):
+    with pytest.raises(DistributedError, match=r"^rank 1: its 'large'"):
         distributed.save({"large": large}, path, timeout=TIMEOUT)
 
 
