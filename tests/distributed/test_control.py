@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from support import ranks
 from support.simulated_ranks import Network
 
 from fastserial.distributed.ranks import group
+from fastserial.distributed.ranks.call import RankCall
 from fastserial.distributed.ranks.group import Traffic
+from fastserial.distributed.ranks.rendezvous import GRACE
 from fastserial.distributed.ranks.tree import neighbours
-from fastserial.errors import DistributedError
+from fastserial.errors import DistributedError, MismatchedCallError
 
 TIMEOUT = 1.5
 
@@ -121,6 +126,106 @@ def test_a_rank_that_fails_is_named_on_all(how: str, victim: int, step: int) -> 
             assert seconds < TIMEOUT + 5, (rank, seconds)
 
 
+@pytest.mark.parametrize("waits_for", ["words", "data"])
+def test_who_is_late_is_not_taken_for_who_is_silent(
+    waits_for: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is late, rank 2 silent: the others wait for rank 1 first, and have to name rank 2."""
+    monkeypatch.setattr(group, "GRACE", 0.1)
+    network = Network(4)
+
+    def work(traffic: Traffic) -> None:
+        traffic.meet()
+        if traffic.rank == 2:
+            network.ended.wait(60)
+        if traffic.rank == 1:
+            time.sleep(TIMEOUT / 2)
+        if waits_for == "words":
+            traffic.agree()
+        else:
+            traffic.receive((traffic.rank + 1) % 4, torch.zeros(8))()
+
+    found = network.run(work, TIMEOUT, but=2)
+    for rank in (0, 1, 3):
+        assert getattr(found[rank][0], "rank", None) == 2, (rank, found[rank])
+
+
+def _make_calls(traffic: Traffic, names: list[str]) -> list[tuple[str, Any]]:
+    """Make calls, in each of which the ranks tell each other its name; return what came of each."""
+    outcomes: list[tuple[str, Any]] = []
+    for name in names:
+        call = RankCall("save", name, name)
+        try:
+            with traffic.held_for(call):
+                traffic.begin(20, call)
+                with traffic.together():
+                    traffic.meet()
+                    outcomes.append((name, traffic.decide(name, lambda each: sorted(set(each)))))
+        except MismatchedCallError as error:
+            outcomes.append((name, error))
+    return outcomes
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 40])
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_skip_and_repeat_calls(size: int, seed: int) -> None:
+    """No call joins two; those who do not match hear it, and calls that all make work again."""
+    plans: list[list[str]] = []
+    for rank in range(size):
+        chance, plan = random.Random(f"{seed} {rank}"), list[str]()
+        for step in range(12):
+            plan += [f"step {step}"] * chance.choices([1, 0, 2], [95, 3, 2])[0]
+        plans.append([*plan, "one", "two", "three"])
+    threads, network = ThreadPoolExecutor(size), Network(size)
+    work = [
+        threads.submit(_make_calls, network.traffic(rank), plan) for rank, plan in enumerate(plans)
+    ]
+    for rank, outcomes in enumerate([one.result(60) for one in work]):
+        assert [name for name, _ in outcomes] == plans[rank]
+        assert outcomes[-1] == ("three", ["three"])
+        for name, outcome in outcomes:
+            assert outcome == [name] or isinstance(outcome, MismatchedCallError), outcome
+
+
+def test_a_store_that_was_slow_once_ends_no_later_call() -> None:
+    network = Network(3)
+    slow = [True]
+
+    class SlowStore:
+        """It answers late while a failure is published."""
+
+        def __init__(self, store: Any) -> None:
+            self.store = store
+
+        def __getattr__(self, name: str) -> Any:
+            def answer(*given: Any) -> Any:
+                if slow:
+                    slow.clear()
+                    time.sleep(GRACE + 0.5)
+                return getattr(self.store, name)(*given)
+
+            return answer
+
+    def calls(traffic: Traffic) -> list[str]:
+        assert _make_calls(traffic, ["first"]) == [("first", ["first"])]
+        with pytest.raises((DistributedError, ValueError)), traffic.held_for(RankCall("fails")):
+            traffic.begin(6, RankCall("fails"))
+            with traffic.together():
+                traffic.meet()
+                if traffic.rank == 1:
+                    here = traffic._rendezvous._here()
+                    here.inner = SlowStore(here.inner)
+                if traffic.rank == 0:
+                    raise ValueError("mine")
+                traffic.agree()
+        return _make_calls(traffic, ["next"])[0][1]
+
+    with ThreadPoolExecutor(3) as threads:
+        traffics = [network.traffic(rank) for rank in range(3)]
+        assert list(threads.map(calls, traffics, timeout=60)) == [["next"]] * 3
+    assert not slow
+
+
 def test_what_an_earlier_group_left_is_not_read(tmp_path: Path) -> None:
     """Neither its last error nor its addresses."""
     if not hasattr(dist.ProcessGroupGloo, "create_default_device") or "lazy_init" not in str(
@@ -132,6 +237,10 @@ def test_what_an_earlier_group_left_is_not_read(tmp_path: Path) -> None:
 
 def test_a_save_in_the_middle_of_a_save_is_refused(tmp_path: Path) -> None:
     ranks.run("ranks_control", 2, "handler", tmp_path)
+
+
+def test_a_save_in_the_middle_of_what_save_async_writes_at_once_is_refused(tmp_path: Path) -> None:
+    ranks.run("ranks_control", 2, "writing_handler", tmp_path)
 
 
 def test_a_save_in_the_middle_of_a_save_would_break_both(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from fastserial.distributed.onefile.saver import TIMEOUT, SaveTask, Writers
 from fastserial.distributed.ranks.call import call_of
 from fastserial.distributed.ranks.group import collective, path_of
-from fastserial.interrupts import finish_after
+from fastserial.interrupts import cleanup, finish_after
 from fastserial.memory.held_settings import quick_switches
 from fastserial.overlap import pending
 from fastserial.overlap.asynchronous import check_budget
@@ -104,10 +104,6 @@ def start_save(
     saving: SaveTask | None = None
     handed: list[bool] = []  # the saving thread gives up itself
 
-    def first() -> None:
-        handed.append(True)
-        traffic.idle.clear()
-
     try:
         call = call_of("distributed.save_async", path, obj)
         with collective(group, timeout, call) as traffic, quick_switches():
@@ -121,21 +117,24 @@ def start_save(
                 staging.ranks_of_node = traffic.ranks_of_node
             taken = Snapshot(budget, began)
             saving.freeze(taken)
+            traffic.reserve()
         with traffic.together():
             del obj
             work = partial(_write, saving, taken, then)
             save = PendingSave(path, target)
             if taken.kind == "copy":
-                if pending.run_in_background(save, work, first):
+                if pending.run_in_background(save, work, lambda: handed.append(True)):
+                    traffic.hand_over()
                     taken.end_call()
                     return save
                 handed.clear()
                 taken.kind = "blocking"
     except BaseException as error:
         if saving is not None and not handed:
-            finish_after(error, saving.give_up)
+            finish_after(error, saving.traffic.release, saving.give_up)
         raise
-    return pending.run_at_once(path, target, work)
+    with cleanup(traffic.release):
+        return pending.run_at_once(path, target, work)
 
 
 def _write(saving: SaveTask, taken: Snapshot, then: Callable[[], object] | None) -> SaveReport:
@@ -149,7 +148,7 @@ def _write(saving: SaveTask, taken: Snapshot, then: Callable[[], object] | None)
         raise
     finally:
         taken.end()
-        traffic.idle.set()
+        traffic.release()
     if then is not None:
         then()
     report = replace(report, snapshot=taken.report())

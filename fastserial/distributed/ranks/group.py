@@ -187,7 +187,7 @@ class Traffic:
         name = use + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         self._rendezvous = Rendezvous(store, name, rank, self.size, connect)
         self._parent, self._children = self._rendezvous.around
-        self.links = Links(self._blame)
+        self.links = Links(self._blame, self._waiting)
         self.send, self.receive = self.links.send, self.links.receive
         self._call = RankCall("")
         self._calls = 0
@@ -196,6 +196,7 @@ class Traffic:
         self._alike: DistributedError | None = None  # that all ranks which have to hear it raise
         self._closed = False
         self._lock, self._depth = threading.RLock(), 0
+        self._reserved = 0  # the thread that is about to hand the connections over
 
     @property
     def ranks_of_node(self) -> int:
@@ -215,7 +216,7 @@ class Traffic:
             DistributedError: this thread is in the middle of a call.
         """
         with Locked(self._lock):
-            if self._depth:
+            if self._depth or self._reserved == threading.get_ident():
                 text = (
                     f"it called {call} in the middle of {self._call}, as a signal handler or a "
                     "`state_dict()` may: only remember there that a save is wanted, and call it "
@@ -228,6 +229,20 @@ class Traffic:
             finally:
                 self._depth, self._alike = 0, None  # whose frames hold the state
 
+    def reserve(self) -> None:
+        """Let the calls of other threads wait until `release`; those of this thread fail."""
+        self._reserved = threading.get_ident()
+        self.idle.clear()
+
+    def hand_over(self) -> None:
+        """Let this thread's next call wait, too: from now on another thread uses them."""
+        self._reserved = 0
+
+    def release(self) -> None:
+        """Let the next call begin. Idempotent."""
+        self._reserved = 0
+        self.idle.set()
+
     def begin(self, timeout: float, call: RankCall) -> None:
         """Get ready for a collective call. Collective.
 
@@ -239,6 +254,8 @@ class Traffic:
         self._calls += 1
         self.timeout = self.links.timeout = timeout
         self.links.forget_beats()
+        if self._rendezvous.is_lost:  # it may only have been slow while the last call failed
+            self._rendezvous.forget()
         self._rendezvous.begin(timeout)
         self._closed, self._alike = False, None
         try:
@@ -299,15 +316,12 @@ class Traffic:
         Args:
             awaited: returns the ranks.
         """
-        said: list[int] = []
 
         def say() -> None:
             with suppress(RuntimeError):  # of the store
                 ranks = awaited()
                 if not ranks:  # all have come, and are not connected yet
                     return
-                said.append(ranks[0])
-                self._rendezvous.wait_for(ranks[0])
                 last = [self._rendezvous.last_in_line(rank) for rank in ranks]
                 _log.warning(
                     "rank %d has waited for %s for %g seconds, in %s; every rank has to make this "
@@ -320,8 +334,29 @@ class Traffic:
             return
         with cleanup(call_after(_PATIENCE, say)):
             yield
-        if said:
-            self._rendezvous.wait_for(None)
+
+    @contextlib.contextmanager
+    def _waiting(self, rank: int) -> Iterator[None]:
+        """Let the others know, after a while, that this rank waits for another.
+
+        Who waits for this one since earlier than that has to name the other. After an error it
+        stays in the store: others may still ask.
+        """
+        lock, waits, told = threading.Lock(), True, False
+
+        def tell() -> None:
+            nonlocal told
+            with Locked(lock):
+                if waits:
+                    told = True
+                    self._rendezvous.wait_for(rank)
+
+        with cleanup(call_after(min(_PATIENCE / 2, self.timeout / 8), tell)):
+            yield
+        waits = False
+        with Locked(lock):
+            if told:
+                self._rendezvous.wait_for(None)
 
     def in_words(self, ranks: Iterable[int]) -> str:
         """Return ranks of the group as the job calls them, such as "ranks 1, 2"."""
@@ -345,26 +380,29 @@ class Traffic:
         awaited = list(self._children)
         refused: tuple[int, str] | None = None
         with self._saying(lambda: awaited[:1] or self._above()):
-            while awaited and refused is None:
+            while awaited:  # all of them, whatever the first ones say: they wait for an answer
                 rank = awaited[0]
                 theirs = self._early.pop(rank, None) or self._arrival_of(rank)
-                if theirs.call.is_same(mine.call):
-                    awaited.pop(0)
-                    refused = theirs.refused
-                    met += [rank] if refused is None else []
-                    continue
                 here, there = _is_among(theirs.call, mine), _is_among(mine.call, theirs)
-                if here and not there:  # it is late: it alone raises, and comes again
+                is_same = theirs.call.is_same(mine.call)
+                why = theirs.refused
+                if not is_same and here and not there:
+                    # It is late: it alone raises, and comes again, unless this call fails anyway.
                     text = self._late(self.rank, theirs.call, mine.call)
                     if theirs.refused is None:
                         self._answer([rank], (self.jobs[rank], text))
-                elif there and not here:
+                    if refused is None:
+                        continue
+                elif not is_same and there and not here:
                     self._early[rank] = theirs
-                    refused = self.job_rank, self._late(rank, mine.call, theirs.call)
+                    why = self.job_rank, self._late(rank, mine.call, theirs.call)
                 else:
                     met += [rank] if theirs.refused is None else []
-                    text = f"it called {theirs.call} while rank {self.job_rank} called {mine.call}"
-                    refused = self.jobs[rank], f"{text}. {_SAME_CALLS}"
+                    if not is_same:
+                        text = f"{theirs.call} while rank {self.job_rank} called {mine.call}"
+                        why = self.jobs[rank], f"it called {text}. {_SAME_CALLS}"
+                awaited.pop(0)
+                refused = refused or why
             if self._parent is not None:
                 arrival = mine._replace(refused=refused)
                 self.links.post([self._parent], pickle.dumps(arrival))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,8 @@ _DATA, _WORDS = 0, 1  # tags: bytes of tensors, messages
 
 # The error to raise, given the other rank, gloo's error and for how many seconds it was waited for.
 Blame = Callable[[int, RuntimeError, float], DistributedError]
+# In which a rank is waited for.
+Waiting = Callable[[int], AbstractContextManager[None]]
 
 
 class Links:
@@ -31,11 +33,11 @@ class Links:
         sent_bytes, messages: what this rank has sent.
     """
 
-    def __init__(self, blame: Blame) -> None:
+    def __init__(self, blame: Blame, waiting: Waiting) -> None:
         self.group: Any = None
         self.timeout = 0.0
         self.sent_bytes = self.messages = 0
-        self._blame = blame
+        self._blame, self._waiting = blame, waiting
         self._sent: list[list[Any]] = []  # transfers in progress, as the next ones
         self._awaited: list[list[Any]] = []
         self._beats: list[tuple[Any, Any]] = []  # sent, perhaps not received yet
@@ -145,7 +147,7 @@ class Links:
         under_way.append(holder)
 
         def wait() -> None:
-            with self._blaming(rank):
+            with self._blaming(rank), self._waiting(rank):
                 holder[0].wait(delta(self.timeout))
             holder.clear()
             under_way.remove(holder)

@@ -168,14 +168,15 @@ class Rendezvous:
         if not self._nonce:
             self._nonce = self._find_name(until)
         store = self._here()
-        store.set(f"came/{self._rank}", "1")
-        store.add(f"on/{node_name()}", 1)
+        if store.add(f"came/{self._rank}", 1) == 1:  # it may try again
+            store.add(f"on/{node_name()}", 1)
         self._wait(self._neighbours_came, until)
         outer = BoundedStore("gloo", store.inner, self._limit + GRACE)
         made = outer.call(self._connect, outer.inner, self._rank, self._size, self._limit)
         # A rank that fails closes its own. gloo does not notify one that is still connecting: it
         # would wait for the timeout.
-        if store.add("connected", 1) == self._size:
+        is_new = store.add(f"connected/{self._rank}", 1) == 1
+        if is_new and store.add("connected", 1) == self._size:
             store.set("all_connected", "1")
         self._wait(lambda: store.has("all_connected"), until)
         return made

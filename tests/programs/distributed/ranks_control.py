@@ -16,6 +16,7 @@ from support import ranks
 
 import fastserial
 from fastserial import distributed
+from fastserial.distributed.onefile.shard_writer import ShardWriter
 from fastserial.errors import DistributedError
 
 LARGE = 2**19  # of float32: 2 MiB
@@ -94,6 +95,35 @@ def _unguarded(self: Any, call: object) -> Any:
     return pytest.MonkeyPatch.context()
 
 
+def writing_handler(folder: str) -> None:
+    """It saves while its rank writes what `save_async` could not copy: that is refused, too."""
+    rank, _ = ranks.join()
+    path, errors = Path(folder, "x.pt"), []
+    write = ShardWriter.write
+
+    def interrupted(self: ShardWriter, *given: Any) -> Any:
+        if rank == 0 and not errors:
+            signal.raise_signal(signal.SIGUSR1)
+        return write(self, *given)
+
+    def on_signal(*_: object) -> None:
+        try:
+            distributed.save({"step": 1}, Path(folder, "other.pt"), timeout=3)
+        except DistributedError as error:
+            errors.append(error)
+
+    signal.signal(signal.SIGUSR1, on_signal)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardWriter, "write", interrupted)
+        state = {name: torch.ones(LARGE) for name in "ab"}  # of which each rank writes one
+        save = distributed.save_async(state, path, snapshot_budget=0, timeout=30)
+        assert save.wait().snapshot.kind == "blocking"
+    assert len(errors) == (rank == 0)
+    assert all("in the middle of" in str(error) for error in errors)
+    distributed.save({"x": torch.ones(3)}, path, timeout=30)
+    assert torch.equal(torch.load(path)["x"], torch.ones(3))
+
+
 def some(folder: str) -> None:
     """Errors and reports name the job's ranks, in a group of the last two of three."""
     rank, _ = ranks.join()
@@ -138,6 +168,6 @@ def _of_two(rank: int, group: Any, folder: str) -> None:
         time.sleep(4)
 
 
-SCENES = (anew, handler, some)
+SCENES = (anew, handler, writing_handler, some)
 name, *words = sys.argv[1:]
 {scene.__name__: scene for scene in SCENES}[name](*words)
