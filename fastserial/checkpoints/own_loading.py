@@ -7,7 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -81,24 +81,8 @@ def load_state(module: Module, state: Mapping[str, Any], strict: bool) -> tuple[
     return ([], []) if found is None else (found.missing_keys, found.unexpected_keys)
 
 
-def with_versions(module: Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state for a module with the versions of its parts, if a file has none.
-
-    A file of several ranks has none, as torch's `get_model_state_dict` drops them. If its keys are
-    those of the module, it is of the module's own versions, as in torch.distributed.checkpoint.
-    """
-    if _versions_of(state) is not None:
-        return state
-    own = module.state_dict()
-    versions = _versions_of(own)
-    if versions is None or state.keys() != own.keys():
-        return state
-    given: Any = OrderedDict(state)
-    given._metadata = versions
-    return cast("Mapping[str, Any]", given)
-
-
-def _versions_of(state: Any) -> Any:
+def versions_in(state: Any) -> Any:
+    """Return the versions of a module's parts that a state dict has; None if it has none."""
     return getattr(state, "__dict__", {}).get("_metadata")  # runs no `__getattr__`
 
 
@@ -162,7 +146,7 @@ def _part(value: Any, key: str) -> dict[str, Any]:
         for name, item in value.items()
         if not rest or (type(name) is str and name.startswith(rest))
     )
-    versions = _versions_of(value)
+    versions = versions_in(value)
     if versions is not None:
         inside = {
             f"{name}."[len(rest) :]: one

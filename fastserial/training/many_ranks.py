@@ -106,6 +106,7 @@ class ManyRanks(SingleProcess):
             began=job.began,
             then=job.then,
             base=base,
+            versions=True,
         )
 
     @staticmethod

@@ -19,7 +19,7 @@ import torch
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from fastserial.checkpoints.own_loading import is_torchs, load_state, with_versions
+from fastserial.checkpoints.own_loading import is_torchs, load_state, versions_in
 from fastserial.errors import ConfigError, LoadMismatchError
 from fastserial.interrupts import ours
 from fastserial.nests import (
@@ -64,7 +64,7 @@ def state_to_module(module: Module, state: Mapping[str, Any], strict: bool = Tru
         LoadMismatchError: torch refuses it.
         Exception: of the user's own code.
     """
-    load_state(module, with_versions(module, _renamed(state, _wrappers(module), _inwards)), strict)
+    load_state(module, _renamed(state, _wrappers(module), _inwards), strict)
 
 
 def _inner(value: Any) -> str | None:
@@ -133,7 +133,7 @@ def _renamed(
     renamed.clear()
     for name, value in state.items():
         renamed[rename(name, wrappers.keys)] = value
-    versions = getattr(state, "__dict__", {}).get("_metadata")  # runs no `__getattr__`
+    versions = versions_in(state)
     if versions is not None:
         items = [(rename(f"{name}.", wrappers.paths)[:-1], one) for name, one in versions.items()]
         renamed._metadata = OrderedDict(items)

@@ -112,6 +112,11 @@ def renamed(**names: str) -> Callable[[Any], Any]:
     return change
 
 
+def of_version_1(state: Any) -> Any:
+    state._metadata[""]["version"] = 1
+    return state
+
+
 def extra(value: Any) -> Loading:
     def make() -> nn.Module:
         module = Extra(2, 2)
@@ -146,7 +151,7 @@ CASES = {
         lambda: nn.ParameterDict({"a": nn.Parameter(torch.randn(()))}),
         lambda state: {"a": state["a"].reshape(1)},
     ),
-    "version 1": Loading(lambda: Versioned(2, 2), dict),
+    "version 1": Loading(lambda: Versioned(2, 2), of_version_1),
     "version 2": Loading(lambda: Versioned(2, 2)),
     "inside, version 2": Loading(lambda: nn.Sequential(Versioned(2, 2))),
     "hooked": Loading(Hooked),

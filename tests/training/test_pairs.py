@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from support import ranks
-from support.own_loading import Versioned, spoilt
+from support.own_loading import Versioned
+from torch import nn
 
 from fastserial import Checkpointer
 
@@ -37,11 +38,22 @@ def test_ranks_do_what_one_process_does(tmp_path: Path, shared: Path, count: int
         assert out.splitlines() == expected
 
 
-def test_one_process_does_not_convert_what_ranks_saved(tmp_path: Path) -> None:
-    """Their files have no versions of modules: with all keys they are of the module's own."""
-    saved, module = Versioned(2, 2), spoilt(Versioned(2, 2))
-    value = {"m": dict(saved.state_dict()), "checkpointer": {"version": 1, "step": 1}}
-    torch.save(value, tmp_path / "step-00000001.pt")
-    with Checkpointer(tmp_path, {"m": module}) as checkpointer:
-        assert checkpointer.resume() == 1
-    assert torch.equal(module.weight, saved.weight)  # type: ignore[arg-type]
+@pytest.mark.parametrize("merge", ["", "union"])
+def test_one_process_does_not_convert_what_ranks_saved(tmp_path: Path, merge: str) -> None:
+    """Their files have the versions of modules, in the names that one process gives them."""
+    ranks.run("ranks_versions", 2, tmp_path, *merge.split())
+    inside = nn.Sequential(Versioned(2, 2), nn.BatchNorm1d(2))
+    cases: list[tuple[str, nn.Module, dict[str, int]]] = [
+        ("m", nn.Sequential(inside), {"": 1, "0": 1, "0.0": 2, "0.1": 2})
+    ]
+    if merge:
+        stages = nn.ModuleDict({str(rank): nn.BatchNorm1d(4) for rank in range(2)})
+        cases.append(("stage", stages, {"": 1, "0": 2, "1": 2}))
+    for name, module, expected in cases:
+        with Checkpointer(tmp_path, {name: module}) as checkpointer:
+            assert checkpointer.resume(only=[name]) == 1
+        found = torch.load(tmp_path / "step-00000001.pt")[name]
+        assert {key: one["version"] for key, one in found._metadata.items()} == expected
+        for one in module.modules():
+            if isinstance(one, Versioned | nn.BatchNorm1d) and one is not inside[1]:
+                assert (one.weight == 3.0).all()  # type: ignore[union-attr, operator]

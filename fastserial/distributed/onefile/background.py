@@ -93,6 +93,7 @@ def start_save(
     merge: Literal["union"] | None = None,
     then: Callable[[], object] | None = None,
     base: str | None = None,
+    versions: bool = False,
 ) -> PendingSave:
     """Start a save; as `save_async`.
 
@@ -100,6 +101,7 @@ def start_save(
         began: when the user's call did (`perf_counter`).
         then: called on each rank's saving thread after the commit.
         base: as `distributed.save`.
+        versions: see `walk.states`.
     """
     saving: SaveTask | None = None
     handed: list[bool] = []  # the saving thread gives up itself
@@ -111,7 +113,7 @@ def start_save(
             path = path_of(path, obj, "distributed.save_async(obj, path)")
             target = os.path.realpath(path) if "\0" not in path else path
             pending.admit(target)  # raises if the save before failed, and nobody asked
-            saving = SaveTask(traffic, path, writers, merge, began, base)
+            saving = SaveTask(traffic, path, writers, merge, began, base, versions)
             saving.prepare(obj)
             if group is None:
                 staging.ranks_of_node = traffic.ranks_of_node

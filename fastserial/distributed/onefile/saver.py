@@ -233,13 +233,20 @@ class SaveTask:
         merge: str | None,
         began: float,
         base: str | os.PathLike[str] | None = None,
+        versions: bool = False,
     ) -> None:
+        """Prepare; see `save` of `distributed`.
+
+        Args:
+            versions: see `walk.states`.
+        """
         if merge not in (None, "union"):
             raise ConfigError(f'merge must be None or "union", not {merge!r}')
         self.traffic = traffic
         self.path = path
         self._writers = writers
         self._merge = merge
+        self._versions = versions
         self._began = began
         self._base = None if base is None else absolute(os.fsdecode(base))
         self.config = current()
@@ -297,7 +304,7 @@ class SaveTask:
         modules, state = found.live, obj
         buffers = buffers_of(modules)
         if modules:
-            state = states(obj, modules)
+            state = states(obj, modules, self._versions)
         if self._merge == "union":
             state = merged(state, traffic, buffers)
         if state is not obj:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from fastserial.checkpoints.own_loading import why_not_filled
+from fastserial.checkpoints.own_loading import Conversion, why_not_filled
 from fastserial.distributed.sharding.file_index import FileTensor, is_plain_tuple
 from fastserial.distributed.sharding.pieces import Holding, as_dtensor, holding, local_of
 from fastserial.distributed.state.states import LiveState
@@ -212,11 +212,11 @@ class Match:
             for key, one in tensors.items()
             if not _is_alike(one, there.get(key)) and not (self.tied and key not in there)
         }
-        unexpected = there.keys() - live.entries.keys()
-        if live.converts:
-            return bool(differing or unexpected)
-        return bool(differing) and all(
-            _is_scalar(tensors[key], there.get(key)) for key in differing
+        if live.conversion is Conversion.USERS and there.keys() - live.entries.keys():
+            return True  # else what other ranks have, such as other stages of a pipeline
+        return bool(differing) and (
+            live.conversion is not Conversion.NONE
+            or all(_is_scalar(tensors[key], there.get(key)) for key in differing)
         )
 
     def _compare_container(self, into: Any, there: Any, path: Path) -> Any:

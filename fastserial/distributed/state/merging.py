@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fastserial.checkpoints.own_loading import versions_in
 from fastserial.distributed.ranks.distinct import gather_distinct
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.sharding.flat_shard import FlatShard
@@ -229,6 +230,10 @@ class _Union:
             others = {rank: value for rank, value in values.items() if isinstance(value, Mapping)}
             keys = dict.fromkeys(key for value in others.values() for key in value)
             whole = {key: self._entry(path, key, others) for key in keys}
+            versions = versions_in(first)
+            for value in others.values():
+                for name, version in (versions_in(value) or {}).items() if versions else ():
+                    versions.setdefault(name, version)
             first.clear()
             first.update(whole)
             return first

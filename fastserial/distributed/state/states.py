@@ -26,6 +26,7 @@ from fastserial.checkpoints.own_loading import (
     is_in_memory,
     is_torchs,
     load_state,
+    versions_in,
 )
 from fastserial.distributed.sharding.pieces import as_dtensor
 from fastserial.errors import ConfigError, LoadMismatchError
@@ -156,7 +157,7 @@ class LiveState:
         entries: of a module, what its state dict holds; of an optimizer, the state of its
             parameters by their names, without empty ones (a `defaultdict` that was asked).
         parameters: of an optimizer, by their names.
-        converts: of a module: entries of older files may be converted while they are loaded.
+        conversion: of a module: what may change the entries of a file while they are loaded.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class LiveState:
         self._loose = False
         self.entries: dict[str, Any]
         self.parameters: dict[str, torch.Tensor] = {}
-        self.converts = False
+        self.conversion = Conversion.NONE
         self._has_versions = False
         if isinstance(value, Optimizer):
             self._module = module_of(value, modules, nest)
@@ -187,11 +188,10 @@ class LiveState:
         self._module = value
         state = state_of_module(value)
         self.entries = dict(state)
-        self._versions: Any = getattr(state, "_metadata", None)
-        conversion = conversion_of(value)
-        self.converts = conversion is not Conversion.NONE
+        self._versions: Any = versions_in(state)
+        self.conversion = conversion_of(value)
         self._loose = not is_in_memory(value, self.entries)
-        self._loose |= conversion is Conversion.USERS
+        self._loose |= self.conversion is Conversion.USERS
 
     @property
     def is_optimizer(self) -> bool:
@@ -241,10 +241,10 @@ class LiveState:
     def take_versions(self, there: Any) -> None:
         """Take the versions of a module's parts from the file, as far as it has them.
 
-        A file of several ranks has none: torch's `get_model_state_dict` drops them. If its keys are
-        the module's, they count as the module's own, as in torch.distributed.checkpoint.
+        A file of `distributed.save` has none, as torch's full `get_model_state_dict` has none. If
+        its keys are the module's, it is of the module's own, as in torch.distributed.checkpoint.
         """
-        found = getattr(there, "__dict__", {}).get("_metadata")
+        found = versions_in(there)
         self._has_versions = isinstance(found, Mapping)
         if isinstance(found, Mapping) and isinstance(self._versions, Mapping):
             self._versions = {
@@ -295,6 +295,14 @@ class LiveState:
         if self._versions is not None:
             state._metadata = self._versions  # type: ignore[attr-defined]
         return state
+
+
+def versions_of(module: nn.Module, state: dict[str, Any]) -> OrderedDict[str, Any] | None:
+    """Return the versions of a module's parts by canonical names, None if its state has none."""
+    found = versions_in(state)
+    if not isinstance(found, Mapping):
+        return None
+    return OrderedDict((_canonical(name, module), one) for name, one in found.items())
 
 
 # What wrappers put into the names of modules, and torch takes out of those of a state.

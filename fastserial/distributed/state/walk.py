@@ -16,7 +16,12 @@ from fastserial.distributed.ranks.call import STEPS
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import as_dtensor
 from fastserial.distributed.state.merging import LeafSpec, is_of_an_optimizer
-from fastserial.distributed.state.states import module_of, state_of_module, state_of_optimizer
+from fastserial.distributed.state.states import (
+    module_of,
+    state_of_module,
+    state_of_optimizer,
+    versions_of,
+)
 from fastserial.errors import ConfigError
 from fastserial.interrupts import ours
 from fastserial.memory.storages import is_plain
@@ -172,7 +177,7 @@ def _stateful(path: Path, value: object) -> str:
     )
 
 
-def states(obj: object, found: list[Any]) -> Any:
+def states(obj: object, found: list[Any], versions: bool = False) -> Any:
     """Return a nest with the state dicts of its modules and optimizers instead of them.
 
     Names are canonical and fully qualified, shards stay shards. Without a module or optimizer it
@@ -180,6 +185,8 @@ def states(obj: object, found: list[Any]) -> Any:
 
     Args:
         found: its modules and optimizers.
+        versions: with the versions of modules, as `state_dict()` has them; torch's full
+            `get_model_state_dict` has none.
 
     Raises:
         ConfigError: no module beside an optimizer names its parameters.
@@ -187,7 +194,7 @@ def states(obj: object, found: list[Any]) -> Any:
     if not found:
         return obj
     modules = [one for one in found if isinstance(one, torch.nn.Module)]
-    return _replaced(obj, {id(one): _state(one, modules, obj) for one in found}, {})
+    return _replaced(obj, {id(one): _state(one, modules, obj, versions) for one in found}, {})
 
 
 def buffers_of(found: list[Any]) -> set[int]:
@@ -219,9 +226,14 @@ def _replaced(value: Any, made: Mapping[int, Any], done: dict[int, Any]) -> Any:
     return done[id(value)]
 
 
-def _state(value: Any, modules: list[torch.nn.Module], nest: object) -> Any:
+def _state(value: Any, modules: list[torch.nn.Module], nest: object, versions: bool) -> Any:
     if isinstance(value, torch.nn.Module):
-        return _rebuilt(state_of_module(value))
+        state = state_of_module(value)
+        made, found = _rebuilt(state), versions_of(value, state) if versions else None
+        if found is not None:
+            made = OrderedDict(made)
+            made._metadata = found  # type: ignore[attr-defined]
+        return made
     return _rebuilt(state_of_optimizer(module_of(value, modules, nest), value))
 
 

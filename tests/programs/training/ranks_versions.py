@@ -1,0 +1,45 @@
+"""A rank that saves modules with versions, in wrappers: `FOLDER [union]`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.own_loading import Versioned
+from support.ranks import join
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fastserial import Checkpointer
+
+
+def wrapped() -> nn.Module:
+    model = nn.Sequential(nn.Sequential(Versioned(2, 2), nn.BatchNorm1d(2)))
+    nn.init.constant_(model[0][0].weight, 3.0)  # type: ignore[index, arg-type]
+    model[0] = torch.compile(model[0], backend="eager")
+    return DistributedDataParallel(model)
+
+
+def main() -> None:
+    folder, merge = Path(sys.argv[1]), sys.argv[2:] == ["union"]
+    rank, _ = join()
+    state: dict[str, Any] = {"m": wrapped()}
+    if merge:
+        state["stage"] = nn.ModuleDict({str(rank): nn.BatchNorm1d(4)})
+        nn.init.constant_(state["stage"][str(rank)].weight, 3.0)
+    made: dict[str, Any] = {"merge": "union"} if merge else {}
+    with Checkpointer(folder, state, timeout=60, **made) as checkpointer:
+        checkpointer.save(1)
+    for one in state.values():
+        nn.init.zeros_(next(one.parameters()))
+    with Checkpointer(folder, state, timeout=60, **made) as checkpointer:
+        assert checkpointer.resume() == 1
+    for one in state.values():
+        assert (next(one.parameters()) == 3.0).all()
+    dist.barrier()
+
+
+main()
