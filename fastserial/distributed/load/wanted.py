@@ -28,12 +28,12 @@ class Demand:
     Attributes:
         mesh: their placement, without ranks; None: in ranges, which each array has its own of.
         grid: the ranks, by their row-major index in the mesh; -1 where none wants anything.
-        ranges: by the array's number: rank, first element, end.
+        ranges: by the array's number and the rank: first element and end.
     """
 
     mesh: Mesh | None
     grid: Sequence[int]
-    ranges: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    ranges: dict[int, dict[int, list[tuple[int, int]]]] = field(default_factory=dict)
     _indices: dict[int, int] = field(default_factory=dict)
 
     def index_of(self, rank: int) -> int | None:
@@ -47,8 +47,8 @@ class Demand:
         tensor = grid.tensor
         found: list[Box] = []
         if self.mesh is None:
-            for one, first, stop in self.ranges[tensor.number]:
-                found += boxes_of_range(tensor.shape, first, stop) if one == rank else []
+            for first, stop in self.ranges[tensor.number].get(rank, ()):
+                found += boxes_of_range(tensor.shape, first, stop)
         elif (index := self.index_of(rank)) is not None:
             found = boxes_at(tensor.shape, self.mesh, index)
         return [grid.box_of(box) for box in found]
@@ -56,7 +56,7 @@ class Demand:
     def ranks_of(self, number: int) -> Iterator[int]:
         """Yield the ranks that may want something of an array."""
         if self.mesh is None:
-            yield from (rank for rank, _, _ in self.ranges[number])
+            yield from self.ranges[number]
         else:
             yield from (rank for rank in self.grid if rank >= 0)
 
@@ -186,8 +186,9 @@ def demands_of(found: Iterable[FromRanks]) -> Mapping[int, tuple[Demand, ...]]:
         head, _, data = text.decode().partition("\n")
         if head == _RANGES:
             for number, first, stop in json.loads(data):
-                some = ranges.ranges.setdefault(number, [])
-                some += [(rank, first, stop) for rank in ranks]
+                some = ranges.ranges.setdefault(number, {})
+                for rank in ranks:
+                    some.setdefault(rank, []).append((first, stop))
             continue
         shape, splits, grid = json.loads(head) or ((), (), ranks)
         mesh = Mesh(tuple(shape), (), tuple([Split(*one) for one in splits]))
