@@ -15,7 +15,9 @@ from isal.isal_zlib import crc32, crc32_combine
 from fastserial.errors import CorruptCheckpointError, TransferAbandonedError
 from fastserial.interrupts import Locked
 
-__all__ = ["CrcLedger", "PartialCrc", "check_crc", "crc32", "crc_mismatch", "joined_crc"]
+__all__ = [
+    "CrcLedger", "PartialCrc", "check_crc", "crc32", "crc32_combine", "crc_mismatch", "joined_crc",
+]  # fmt: skip
 
 
 def crc_mismatch(found: int | None, stored: int) -> str | None:
@@ -134,12 +136,6 @@ class CrcLedger:
                 if crc is not None
             ]
         return found + whole
-
-    def merge(self, pieces: Iterable[PartialCrc]) -> None:
-        """Enter what other writers of the same file know (`pieces`)."""
-        for piece in pieces:
-            if self._crcs[piece.record] is None:
-                self.add(*piece)
 
     def wait(self, record: int) -> int:
         """Return a record's CRC, waiting for pieces that other threads are copying."""

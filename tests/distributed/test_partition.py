@@ -121,6 +121,12 @@ def check(plan: FilePlan, specs: list[TensorSpec], size: int, tile: int = 4 * GR
         at += length
     assert at == plan.nbytes
     assert set(owners) <= {*plan.writers, -1}
+    for offset in range(0, plan.nbytes, GRAIN):  # 4 bytes at the edge of two blocks
+        halves = [(offset + GRAIN - 2, b"ab"), (offset + GRAIN, b"cd")]
+        found = [(rank, *one) for rank, made_by in enumerate(made)
+                 for one in made_by.owned(offset + GRAIN - 2, b"abcd")]  # fmt: skip
+        expected = zip(owners[offset // GRAIN :], halves, strict=False)
+        assert sorted(found) == sorted((owner, *half) for owner, half in expected)
     for key in {key for some in rounds for key in some}:
         check_tiles({rank: some[key] for rank, some in enumerate(rounds) if key in some}, tile)
     return exchanged(rounds, specs)

@@ -115,7 +115,8 @@ def test_ranges_of_a_zip_among_writers(tmp_path: Path, seed: int) -> None:
     for first, stop in ranges(random, plan.nbytes, random.randint(1, 8)):
         own = ledger_of(plan)
         write(tmp_path / "parts", list(clip(now, first, stop)), options(random), own, base)
-        everything.merge(own.pieces())
+        for piece in own.pieces():
+            everything.add(*piece)
     random.shuffle(late)
     write(tmp_path / "parts", late, options(random), everything, base)
     assert (tmp_path / "parts").read_bytes()[base:] == (tmp_path / "whole").read_bytes()

@@ -20,10 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from fastserial.checksums import PartialCrc as Crc
 from fastserial.config import current
 from fastserial.distributed.onefile.full_pickle import FileLayout, StandIns, lay_out
-from fastserial.distributed.onefile.shard_writer import ShardWriter
+from fastserial.distributed.onefile.shard_writer import ShardWriter, joined_checksums
 from fastserial.distributed.onefile.shared_file import FileIdentity, NewFile, OpenedFile
 from fastserial.distributed.ranks.call import call_of
 from fastserial.distributed.ranks.copies import Copies, join_copies
@@ -159,7 +158,6 @@ TIMEOUT = 600.0  # seconds
 class _Written(NamedTuple):
     """What a rank sends at the end."""
 
-    crcs: list[Crc]
     report: RankReport
     cloned: int
 
@@ -384,7 +382,9 @@ class SaveTask:
             cloned = writer.cloned, writer.unshared
             self._unshared = traffic.decide(cloned, self._reserve_unless_cloned)
         outcome = writer.write(fd, self.config, exchange, lambda nbytes: traffic.alive())
+        ending = traffic.reduce(writer.checksums(), joined_checksums, writer.ending)
         syncing = perf_counter()
+        writer.end(fd, ending)
         # Each rank what it wrote: equal boot ids are not one page cache (two FUSE mounts, say). On
         # several nodes also if the save is not durable: else pages would follow after the rename,
         # and their errors be lost.
@@ -398,7 +398,7 @@ class SaveTask:
             received_bytes=exchange.received_bytes,
             phases={**self._phases, **writer.seconds, "sync": perf_counter() - syncing},
         )
-        return _Written(writer.crcs(), report, writer.cloned), outcome
+        return _Written(report, writer.cloned), outcome
 
     def _reserve_unless_cloned(self, found: list[tuple[int, Reason | None]]) -> Reason | None:
         """Reserve the file's space if no rank cloned a part of it. On rank 0.
@@ -418,10 +418,7 @@ class SaveTask:
         self._cloned = sum(found.cloned for found in done)
         if self._new is None:
             raise ValueError("only rank 0 concludes")
-        for found in done[1:]:
-            self._writer.ledger.merge(found.crcs)
         began = perf_counter()
-        self._writer.seal(self._new.file.fd)
         self._new.file.sync()
         self._new.file.commit()
         self._reports[0].phases["sync"] += perf_counter() - began

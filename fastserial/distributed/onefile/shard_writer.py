@@ -7,10 +7,11 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
-from fastserial.checksums import CrcLedger, PartialCrc
+from fastserial.checksums import CrcLedger, crc32_combine
 from fastserial.config import Config
 from fastserial.distributed.onefile.full_pickle import FileLayout
 from fastserial.distributed.ranks.exchange import (
@@ -21,6 +22,7 @@ from fastserial.distributed.ranks.exchange import (
 )
 from fastserial.distributed.save.partition import (
     CONTAINER,
+    GRAIN,
     FilePlan,
     FileRange,
     Move,
@@ -44,6 +46,40 @@ _CRC_AT = 4  # in a data descriptor
 _COMPARED = 32 * 1024 * 1024  # bytes that are compared with a base between two signs of life
 
 
+class WrittenChecksums(NamedTuple):
+    """What some ranks know of the CRC-32s of the records.
+
+    Attributes:
+        crcs: 4 bytes, little-endian, for each record of the plan; empty if there are no checksums.
+        checked: of how many bytes.
+    """
+
+    crcs: bytes
+    checked: int
+
+
+def joined_checksums(some: Sequence[WrittenChecksums]) -> WrittenChecksums:
+    """Return what several know together."""
+    crcs = 0
+    for one in some:
+        crcs ^= int.from_bytes(one.crcs, "little")
+    checked = sum(one.checked for one in some)
+    return WrittenChecksums(crcs.to_bytes(len(some[0].crcs), "little"), checked)
+
+
+class FileEnding(NamedTuple):
+    """What is written when all records are.
+
+    Attributes:
+        checksums: of all records.
+        offset, head: of what follows the records, as far as it is in their last block.
+    """
+
+    checksums: WrittenChecksums
+    offset: int
+    head: bytes
+
+
 class ShardWriter:
     """Writes what a partition gives this rank.
 
@@ -57,6 +93,7 @@ class ShardWriter:
 
     cloned = 0
     unshared: Reason | None = None
+    _trailer = 0, b""  # on rank 0: its offset, and the bytes
 
     def __init__(
         self,
@@ -124,7 +161,7 @@ class ShardWriter:
     def write(
         self, fd: int, config: Config, exchange: Exchange, on_progress: Callable[[int], None]
     ) -> Outcome:
-        """Write everything but what needs checksums of other ranks; return what was done.
+        """Write everything but what needs checksums of other ranks (`end`); return what was done.
 
         Args:
             on_progress: called with the bytes of each piece that is written.
@@ -144,34 +181,67 @@ class ShardWriter:
                 out.flush()
         return out.outcome
 
-    def crcs(self) -> list[PartialCrc]:
-        """Return the CRC-32s of what this rank wrote."""
-        return self.ledger.pieces() if self._checksums else []
+    def checksums(self) -> WrittenChecksums:
+        """Return the part of this rank in the CRC-32s of the records.
 
-    def seal(self, fd: int) -> None:
-        """Write what needs the checksums of all ranks, which are in the ledger. On rank 0.
+        CRC-32 is linear: that of a record is the XOR of those of its pieces, each as if zeros
+        followed up to the record's end. So ranks add up what they know, and nobody lists pieces.
+        """
+        if not self._checksums:
+            return WrittenChecksums(b"", 0)
+        at = {record: index for index, (record, *_) in enumerate(self._plan.records)}
+        crcs, checked = [0] * len(at), 0
+        for record, start, length, crc in self.ledger.pieces():
+            if length:
+                rest = self._sizes[record] - start - length
+                crcs[at[record]] ^= crc32_combine(crc, 0, rest)
+                checked += length
+        return WrittenChecksums(struct.pack(f"<{len(crcs)}I", *crcs), checked)
+
+    def ending(self, found: WrittenChecksums) -> FileEnding:
+        """Return what the ranks have to know to write the rest of the file. On rank 0.
+
+        Raises:
+            ValueError: the ranks did not write all of it.
+        """
+        if self._laid_out is None:
+            raise ValueError("only rank 0 ends the file")
+        late = dict(
+            zip((record for record, *_ in self._plan.records), _numbers(found), strict=False)
+        )
+        if late and found.checked != sum(self._sizes):
+            raise ValueError(f"{found.checked} of {sum(self._sizes)} bytes were written")
+        trailer = self._laid_out.trailer
+        if trailer is None or not isinstance(trailer.source, Trailer):
+            return FileEnding(found, 0, b"")
+        crcs = [late.get(at, crc or 0) for at, crc in enumerate(self._laid_out.plan.crcs)]
+        made = bytes(trailer.source.make(crcs))
+        within = -trailer.offset % GRAIN
+        self._trailer = trailer.offset + within, made[within:]
+        return FileEnding(found, trailer.offset, made[:within])
+
+    def end(self, fd: int, ending: FileEnding) -> None:
+        """Write what was not known before: checksums, and what follows the records.
+
+        Each rank what lies in blocks that it has written: no page of the file has two writers.
 
         Raises:
             OSError: a write failed.
         """
-        if self._laid_out is None:
-            raise ValueError("only rank 0 seals the file")
-        ledger, records = self.ledger, self._plan.records
-        if self._checksums:
-            patches = [(record, offset + nbytes + _CRC_AT) for record, _, offset, nbytes in records]
-            for _, at in patches:  # else each write waits until the rest of its page is read
-                with suppress(OSError):
-                    os.posix_fadvise(fd, at, _CRC.size, os.POSIX_FADV_WILLNEED)
-            for record, at in patches:
-                os.pwrite(fd, _CRC.pack(ledger.wait(record)), at)
-        trailer = self._laid_out.trailer
-        if trailer is not None and isinstance(trailer.source, Trailer):
-            late = {record for record, _, _, _ in records}
-            crcs = [
-                ledger.wait(record) if record in late and crc is None else crc or 0
-                for record, crc in enumerate(self._laid_out.plan.crcs)
-            ]
-            write_all(fd, memoryview(trailer.source.make(crcs)), trailer.offset)
+        rest = [(ending.offset, ending.head)]
+        for (_, _, offset, nbytes), crc in zip(
+            self._plan.records, _numbers(ending.checksums), strict=False
+        ):
+            rest.append((offset + nbytes + _CRC_AT, _CRC.pack(crc)))
+        own = [part for offset, data in rest for part in self._made.owned(offset, data)]
+        for offset, data in own:  # else each write waits until the rest of its page is read
+            with suppress(OSError):
+                os.posix_fadvise(fd, offset, len(data), os.POSIX_FADV_WILLNEED)
+        for offset, data in own:
+            write_all(fd, memoryview(data), offset)
+        if self._laid_out is not None:
+            offset, data = self._trailer
+            write_all(fd, memoryview(data), offset)
 
     def _write_rounds(
         self, out: ExtentWriter, exchange: Exchange, own: Iterator[Extent], most: int
@@ -306,6 +376,10 @@ class ShardWriter:
 
     def _size_of(self, piece: FileRange) -> int:
         return self._sizes[piece.record] if piece.record != CONTAINER else self._plan.nbytes
+
+
+def _numbers(checksums: WrittenChecksums) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(checksums.crcs) // 4}I", checksums.crcs)
 
 
 def _cut(extents: Iterable[Extent], block: int) -> Iterator[Extent]:

@@ -211,7 +211,9 @@ class Partition:
         self._sent = -1  # the block that was looked at last
         self._own: list[tuple[int, int]] = []  # what this rank has as it is in the file (bytes)
         self.nbytes = 0
-        for first, stop, is_stored in _split(*self._find()):
+        owned, stored = self._find()
+        self._owned = sorted(blocks for blocks in owned if blocks[0] < blocks[1])
+        for first, stop, is_stored in _split(self._owned, stored):
             self.nbytes += self._end(stop) - first * GRAIN
             if is_stored:
                 self._own.append((first * GRAIN, self._end(stop)))
@@ -512,6 +514,16 @@ class Partition:
         for first, stop in self._own:
             for piece, _ in self._pieces(first, stop):
                 yield piece
+
+    def owned(self, offset: int, data: bytes) -> Iterator[tuple[int, bytes]]:
+        """Yield what of some bytes of the file lies in this rank's blocks, with its offset."""
+        while data:
+            block = offset // GRAIN
+            length = (block + 1) * GRAIN - offset
+            at = bisect_right(self._owned, (block, self._blocks)) - 1
+            if at >= 0 and block < self._owned[at][1]:
+                yield offset, data[:length]
+            offset, data = offset + length, data[length:]
 
     def round(self, key: Key) -> Round:
         """Return what travels in a round, and what the tile of this rank then holds.
