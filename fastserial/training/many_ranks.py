@@ -29,7 +29,6 @@ from fastserial.distributed.state.states import has_own_form, state_of_module
 from fastserial.distributed.state.walk import is_live, is_sharded, leaves
 from fastserial.errors import (
     CheckpointFileError,
-    LoadMismatchError,
     UnreadableCheckpointError,
 )
 from fastserial.formats.source import DescriptorSource
@@ -48,7 +47,7 @@ from fastserial.training.objects import (
     names_here,
     names_in,
     plain,
-    renamed_name,
+    renamed,
     state_of,
     states,
 )
@@ -146,54 +145,44 @@ class ManyRanks(SingleProcess):
             return found
 
     def read(self, wanted: ResumeRequest, path: str) -> tuple[dict[str, Any], NameDifference]:
-        objects, rename = wanted.objects, wanted.rename
+        objects, there = wanted.objects, list[StateName]()
         with self.together("Checkpointer.resume", users_code=False) as ranks:
-            here = names_here(objects, state_of_module) if wanted.is_partial else set()
-
-            def decision(names: list[set[StateName]]) -> tuple[Any, ...]:
-                refusal, there = self._look(path, wanted)
-                news = [renamed_name(name, rename) for name in there]
-                unused = difference(set().union(*names), news, wanted.only is None).unused
-                return refusal, there, unused
-
-            refusal, there, unused = ranks.decide(here, decision)
-            found = NameDifference([], [])
-            if refusal is None and wanted.is_partial:
-                news = [renamed_name(name, rename) for name in there]
-                found = NameDifference(difference(here, news, False).missing, unused)
-                lost = [*found.missing, *(name for name in unused if name.key is not None)]
-                if wanted.strict and lost:
-                    names = ", ".join(map(str, lost[:_SHOWN]))
-                    raise LoadMismatchError(f"{path}: it does not fit, see {names}")
-            into: dict[str, Any] = {OWN: None}
-            if rename:
-                into |= _renamed_targets(objects, there, rename)
-            else:
-                known = {name.entry for name in there}
-                for entry, value in objects.items():
-                    if entry in known or not wanted.is_partial:
-                        into[entry] = _filled(value)
+            refusal, known = ranks.decide(
+                set(objects), lambda names: (self._refusal(path, wanted), set.union(*names))
+            )
         if refusal is not None:
             raise refusal
+
+        def select(contents: dict[str, Any]) -> dict[str, Any]:
+            own = contents.pop(OWN, {})
+            found = renamed(contents, wanted.rename) if wanted.rename else contents
+            there.extend(names_in(found))
+            return {OWN: own, **{name: one for name, one in found.items() if name in known}}
+
+        into = {OWN: None, **{name: _filled(value) for name, value in objects.items()}}
         with options(verify_on_load=True):
-            strict = not wanted.is_partial
             beside = states(wanted.state, plain)
-            load_file(path, into, self._group, True, strict, True, self._timeout, LoadTask, beside)
-        if not rename:
-            return into, found
-        filled: dict[str, Any] = {OWN: into[OWN]}
-        for name in there:
-            new = renamed_name(name, rename).entry
-            if new in objects and name.entry in into:
-                value = plain(objects[new])
-                filled[new] = value if _is_live(value) else into[name.entry]
-        return filled, found
+            report = load_file(
+                path,
+                into,
+                self._group,
+                True,
+                wanted.strict,
+                True,
+                self._timeout,
+                LoadTask,
+                beside,
+                select,
+            )
+        entries = {name.entry for name in there}
+        missing = difference(names_here(objects, state_of_module), there, False).missing
+        others = entries - known if wanted.only is None else ()
+        unused = {*map(StateName, others), *(n for n in there if str(n) in report.unexpected_keys)}
+        found = {name: one for name, one in into.items() if name == OWN or name in entries}
+        return found, NameDifference(missing, sorted(unused, key=str))
 
-    def _look(self, path: str, wanted: ResumeRequest) -> tuple[Exception | None, list[StateName]]:
-        """Return why a file cannot be loaded, as rank 0 sees it, and the names in it.
-
-        Bytes of tensors are not read.
-        """
+    def _refusal(self, path: str, wanted: ResumeRequest) -> Exception | None:
+        """Return why a file cannot be loaded, as rank 0 sees it. Bytes of tensors are not read."""
         try:
             with Descriptors() as files:
                 fd = files.open(path, os.O_RDONLY)
@@ -204,16 +193,15 @@ class ManyRanks(SingleProcess):
                     check_crc(found, record.crc, path, record.name, record.data_offset)
                 value = index_of_file(fd, path).value
         except ours(FileNotFoundError, CheckpointFileError) as error:
-            return error, []
-        own = value.pop(OWN, None) if isinstance(value, dict) else None
+            return error
+        own = value.get(OWN) if isinstance(value, dict) else None
         if not isinstance(own, Mapping):
-            text = "it has no entry of a Checkpointer"
-            return UnreadableCheckpointError(text, path=path), []
+            return UnreadableCheckpointError("it has no entry of a Checkpointer", path=path)
         rows = own.get("ranks")
         of_rank = [name for name in wanted.per_rank if wanted.wants(name)]
         if of_rank and wanted.strict and (rows is None or rows.shape[0] != self.count):
-            return lacks_of_rank(path, of_rank), []
-        return None, names_in(value)
+            return lacks_of_rank(path, of_rank)
+        return None
 
     def restore(self, wanted: ResumeRequest, found: dict[str, Any], path: str) -> None:
         with self.together("Checkpointer.resume"):
@@ -299,24 +287,3 @@ def _filled(value: Any) -> Any:
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in held):
         return rebuilt(value, _filled)  # an optimizer may hold it, whose state needs its name
     return None
-
-
-def _renamed_targets(
-    objects: Mapping[str, Any], there: list[StateName], rename: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return what a load fills, by the names in the file; of modules, their tensors."""
-    lives = {entry: plain(value) for entry, value in objects.items()}
-    tensors = {
-        entry: state_of_module(one)
-        for entry, one in lives.items()
-        if isinstance(one, torch.nn.Module)
-    }
-    into: dict[str, Any] = {}
-    for name in there:
-        entry, key = renamed_name(name, rename)
-        if entry in tensors:
-            if key in tensors[entry]:
-                into.setdefault(name.entry, {})[name.key] = tensors[entry][key]
-        elif entry in objects:
-            into[name.entry] = _filled(objects[entry])
-    return into

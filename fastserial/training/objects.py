@@ -411,11 +411,6 @@ class ResumeRequest:
         """Return whether an entry is to be restored."""
         return self.only is None or name in self.only
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether the file may have other names than the state."""
-        return self.only is not None or not self.strict or bool(self.rename)
-
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport:
@@ -495,15 +490,22 @@ def renamed(found: Mapping[str, Any], rename: Mapping[str, str]) -> dict[str, An
     """Return what a file holds under the names that the state uses."""
     made: dict[str, Any] = {}
     for entry, value in found.items():
+        versions = versions_in(value)
         for key in _keys(value):
             new = renamed_name(StateName(entry, key), rename)
             if new.key is None:
                 made[new.entry] = value if key is None else value[key]
                 continue
             if new.entry not in made:
-                made[new.entry] = copy.copy(value)  # keeps the versions of its modules
+                made[new.entry] = copy.copy(value)
                 made[new.entry].clear()
+                if versions is not None:
+                    made[new.entry]._metadata = OrderedDict()
             made[new.entry][new.key] = value[key]
+        for part, version in (versions or {}).items():
+            new = renamed_name(StateName(entry, part or None), rename)
+            if (known := versions_in(made.get(new.entry))) is not None:
+                known[new.key or ""] = version
     return made
 
 

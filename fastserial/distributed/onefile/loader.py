@@ -51,6 +51,10 @@ _RACES = 8  # so often the file may be replaced while the ranks open it
 HALFWAY = "What was to be filled is filled in part: load it again before you use it"
 
 
+def _everything(contents: Any) -> Any:
+    return contents
+
+
 def load_file(
     path: str | os.PathLike[str],
     into: Any,
@@ -61,12 +65,15 @@ def load_file(
     timeout: float,
     folder_task: Callable[..., LoadTask],
     beside: object = None,
+    select: Callable[[Any], Any] = _everything,
 ) -> LoadReport:
     """Fill what the ranks hold; see `fastserial.distributed.load`. Collective.
 
     Args:
         beside: a nest with the modules that name the parameters of optimizers, if `into` may lack
             them.
+        select: returns what counts of the file's contents, under the keys of `into`; the same on
+            all ranks.
         folder_task: makes the task for a folder of torch.distributed.checkpoint.
     """
     began = perf_counter()
@@ -86,6 +93,7 @@ def load_file(
                 is_folder = traffic.decide(None, lambda _: is_dcp_folder(name))
                 make = folder_task if is_folder else LoadTask
                 task = make(traffic, name, config, broadcast, strict, began)
+                task.select = select
                 refusal = task.compare(into, cast, beside)
                 if not refusal:
                     result = task.fill()
@@ -123,6 +131,7 @@ class LoadTask:
 
     Attributes:
         is_filling: tensors may have been changed.
+        select: see `load_file`.
     """
 
     def __init__(
@@ -141,6 +150,7 @@ class LoadTask:
         self._strict = strict
         self._began = began
         self.is_filling = False
+        self.select: Callable[[Any], Any] = _everything
         self._readers: dict[str, FastFileReader] = {}  # by the names of the files
         self._file_of: dict[int, str] = {}  # by the tensors' numbers
         self._planned = began
@@ -157,7 +167,7 @@ class LoadTask:
         """
         traffic = self._traffic
         with paused_collection():
-            value = self._contents(self._read_index())
+            value = self.select(self._contents(self._read_index()))
             leaves = file_leaves(value)
             grids: dict[int, Grid] = {}
             for name in self._readers:  # tensors of two files may lie at the same offset

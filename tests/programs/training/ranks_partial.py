@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.lives import Loader
+from support.own_loading import Versioned
 from support.ranks import join
 from torch import nn
 
@@ -29,6 +30,12 @@ def model(number: float, *names: str) -> nn.Module:
     made = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH, bias=False) for name in names})
     for one in made.parameters():
         nn.init.constant_(one, number)
+    return made
+
+
+def filled(number: float) -> nn.Module:
+    made = Versioned(3, 3)
+    nn.init.constant_(made.weight, number)
     return made
 
 
@@ -91,7 +98,15 @@ def renamed(folder: Path) -> Any:
     state = {"net": model(0, "core", "head"), "at": 0, "loose": torch.zeros(3)}
     with Checkpointer(folder, state, timeout=60) as made:
         assert made.resume(rename={"model.body": "net.core", "model": "net", "epoch": "at"}) == 2
-    assert made.resumed.missing_keys == ()
+    assert made.resumed.missing_keys == made.resumed.unexpected_keys == ()
+    versions = folder / "versions"
+    saved = nn.ModuleDict({"body": nn.Sequential(filled(1)), "head": filled(2)})
+    with Checkpointer(versions, {"model": saved}, timeout=60) as made:
+        made.save(1)
+    net = nn.ModuleDict({"core": nn.Sequential(filled(0)), "head": filled(0)})
+    with Checkpointer(versions, {"net": net}, timeout=60) as made:
+        made.resume(rename={"model.body": "net.core", "model": "net"})
+    assert [one.mean().item() for one in net.parameters() if one.dim() == 2] == [1, 2]
     return [*means(state["net"]), state["at"], *state["loose"].tolist()]
 
 
