@@ -8,6 +8,7 @@ depends on its type, never on its attributes.
 from __future__ import annotations
 
 import copy
+import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -127,6 +128,34 @@ def shown(path: Path, before: str = "") -> str:
 def rebuilt(container: Any, change: Callable[[Any], Any]) -> Any:
     """Return a container of the same type with what a function makes of its items."""
     return with_items(container, [change(item) for _, item in items_of(container)])
+
+
+def replaced(nest: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a nest with what a function makes of the values in it, and of the nest itself.
+
+    A container in which nothing changes is the same object; what is shared stays shared, and a
+    container that holds itself keeps itself.
+
+    Args:
+        change: returns what replaces a value; the value itself: it is looked into.
+    """
+    done: dict[int, tuple[Any, Any]] = {}  # what became of containers, with them
+
+    def visit(value: Any) -> Any:
+        if type(value) in PLAIN_VALUES:
+            return value
+        new = change(value)
+        if new is not value or not is_container(value):
+            return new
+        if id(value) not in done:
+            done[id(value)] = value, value
+            before = [item for _, item in items_of(value)]
+            items = list(map(visit, before))
+            if any(map(operator.is_not, items, before)):
+                done[id(value)] = value, with_items(value, items)
+        return done[id(value)][1]
+
+    return visit(nest)
 
 
 def with_items(container: Any, items: list[Any]) -> Any:

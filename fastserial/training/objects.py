@@ -26,7 +26,7 @@ from fastserial.nests import (
     is_container,
     is_object,
     items_of,
-    rebuilt,
+    replaced,
     sequence_like,
     shown,
     walk,
@@ -184,11 +184,7 @@ def _is_expanded(value: Any) -> bool:
 
 def states(value: Any, state_of: Callable[[Any], Any]) -> Any:
     """Return a nest with its objects replaced by their states; itself if it has none."""
-    if is_object(value):
-        return state_of(value)
-    if not holds_objects(value):
-        return value
-    return rebuilt(value, lambda item: states(item, state_of))
+    return replaced(value, lambda one: state_of(one) if is_object(one) else one)
 
 
 def state_of(value: Any) -> Any:

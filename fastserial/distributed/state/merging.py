@@ -10,7 +10,6 @@ optimizer of the whole model.
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from fastserial.distributed.sharding.pieces import (
     unloadable,
 )
 from fastserial.errors import LoadMismatchError
-from fastserial.nests import sequence_like
+from fastserial.nests import replaced, sequence_like
 
 
 @dataclass(slots=True, eq=False)
@@ -144,59 +143,32 @@ def merged(state: Any, traffic: Traffic, buffers: Set[int] = frozenset()) -> Any
     mine, leaves = described(state, Describer(traffic.rank, traffic.ranks, buffers))
     found: dict[int, Any] = {}
     for text, ranks in gather_distinct(traffic, [mine], "states"):
-        skeleton, specs = pickle.loads(text)
-        here = leaves if text == mine else [None] * len(specs)
-        found[ranks[0]] = _SkeletonUnpickler(io.BytesIO(skeleton), ranks, specs, here).load()
+        found[ranks[0]], specs = pickle.loads(text)
+        for number, spec in enumerate(specs):
+            held = spec.spec.held
+            spec.ranks, spec.leaf = ranks, leaves[number] if text == mine else None
+            spec.grids = list(held.grids) if isinstance(held, Mesh) else []
     return _Union(traffic.jobs).of("", found)
 
 
 def described(state: Any, describer: Describer) -> tuple[bytes, list[Any]]:
     """Return a state without the tensors' bytes, equal for equal ones; and its tensors."""
-    leaves: list[Any] = []
-    specs: list[LeafSpec] = []
-    text = io.BytesIO()
-    _SkeletonPickler(text, leaves, specs, describer).dump(state)
-    return pickle.dumps((text.getvalue(), specs)), leaves
+    found: dict[int, tuple[Any, LeafSpec]] = {}
 
-
-class _SkeletonPickler(pickle.Pickler):
-    """Pickles a state with a number for each tensor."""
-
-    def __init__(
-        self, file: io.BytesIO, leaves: list[Any], specs: list[LeafSpec], describer: Describer
-    ) -> None:
-        super().__init__(file)
-        self._leaves, self._specs, self._describer = leaves, specs, describer
-        self._numbers: dict[int, int] = {}
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, torch.Tensor | FlatShard):
-            return None
-        number = self._numbers.get(id(obj))
-        if number is None:
-            number = self._numbers[id(obj)] = len(self._leaves)
-            self._leaves.append(obj)
-            shape = obj.param_shape if isinstance(obj, FlatShard) else tuple(obj.shape)
-            like = self._describer.describe(obj, f"a tensor of shape {shape}")
-            if isinstance(obj, FlatShard):  # its range is this rank's only
+    def change(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor | FlatShard):
+            return value
+        if id(value) not in found:
+            shape = value.param_shape if isinstance(value, FlatShard) else tuple(value.shape)
+            like = describer.describe(value, f"a tensor of shape {shape}")
+            if isinstance(value, FlatShard):  # its range is this rank's only
                 like.spec = replace(like.spec, held=Flat(()))
-            self._specs.append(like)
-        return number
+            found[id(value)] = value, like
+        return found[id(value)][1]
 
-
-class _SkeletonUnpickler(pickle.Unpickler):
-    def __init__(
-        self, file: io.BytesIO, ranks: Sequence[int], specs: list[LeafSpec], leaves: list[Any]
-    ) -> None:
-        super().__init__(file)
-        self._specs = specs
-        for spec, leaf in zip(specs, leaves, strict=True):
-            held = spec.spec.held
-            spec.ranks, spec.leaf = ranks, leaf
-            spec.grids = list(held.grids) if isinstance(held, Mesh) else []
-
-    def persistent_load(self, number: Any) -> Any:
-        return self._specs[number]
+    skeleton = replaced(state, change)
+    specs = [like for _, like in found.values()]
+    return pickle.dumps((skeleton, specs)), [leaf for leaf, _ in found.values()]
 
 
 class _Union:

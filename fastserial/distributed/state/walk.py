@@ -30,11 +30,10 @@ from fastserial.nests import (
     Path,
     is_container,
     is_object,
-    items_of,
     leaf_types,
     rebuilt,
+    replaced,
     walk,
-    with_items,
 )
 
 # Dictionaries whose keys name things. A Counter is a value as a whole, as is a dictionary without
@@ -194,7 +193,8 @@ def states(obj: object, found: list[Any], versions: bool = False) -> Any:
     if not found:
         return obj
     modules = [one for one in found if isinstance(one, torch.nn.Module)]
-    return _replaced(obj, {id(one): _state(one, modules, obj, versions) for one in found}, {})
+    made = {id(one): _state(one, modules, obj, versions) for one in found}
+    return replaced(obj, lambda value: made.get(id(value), value))
 
 
 def buffers_of(found: list[Any]) -> set[int]:
@@ -203,27 +203,6 @@ def buffers_of(found: list[Any]) -> set[int]:
     buffers = [buffer for one in modules for buffer in one.buffers()]
     plain = (one for one in buffers if not is_lazy(one) and is_plain(one))  # no DTensors
     return {one.untyped_storage()._cdata for one in plain}
-
-
-def _replaced(value: Any, made: Mapping[int, Any], done: dict[int, Any]) -> Any:
-    """Return a container with its modules and optimizers replaced; itself if it has none.
-
-    Args:
-        made: what replaces them, by their `id`.
-        done: what became of containers. One that holds itself keeps itself.
-    """
-    if id(value) in made:
-        return made[id(value)]
-    if not is_container(value):
-        return value
-    if id(value) in done:
-        return done[id(value)]
-    done[id(value)] = value
-    before = [item for _, item in items_of(value)]
-    items = [_replaced(item, made, done) for item in before]
-    if any(new is not old for new, old in zip(items, before, strict=True)):
-        done[id(value)] = with_items(value, items)
-    return done[id(value)]
 
 
 def _state(value: Any, modules: list[torch.nn.Module], nest: object, versions: bool) -> Any:

@@ -195,7 +195,21 @@ def checkpointer(folder: Path) -> None:
         made.save(2)
 
 
+class Box:
+    """Not looked into: what it holds is rank 0's, as without a union."""
+
+    def __init__(self) -> None:
+        self.tensor, self.name = torch.full((3,), float(RANK)), "box"
+
+
+def boxed(path: Path) -> None:
+    distributed.save({"box": Box(), f"of{RANK}": 1}, path, timeout=30, merge="union")
+    box = torch.load(path, weights_only=False)["box"]
+    assert torch.equal(box.tensor, torch.zeros(3))
+
+
 tied()
+boxed(FOLDER / "boxed.pt")
 states(FOLDER / "file.pt")
 stages_change(FOLDER / "moving.pt")
 optimizers(FOLDER / "optimizers.pt")
