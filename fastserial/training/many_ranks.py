@@ -25,8 +25,9 @@ from fastserial.distributed.ranks.call import RankCall
 from fastserial.distributed.ranks.group import Traffic, collective
 from fastserial.distributed.sharding.file_index import index_of_file
 from fastserial.distributed.sharding.flat_shard import FlatShard
+from fastserial.distributed.sharding.pieces import is_sharded
 from fastserial.distributed.state.states import has_own_form, state_of_module
-from fastserial.distributed.state.walk import is_live, is_sharded, leaves
+from fastserial.distributed.state.walk import is_live, leaves
 from fastserial.errors import (
     CheckpointFileError,
     UnreadableCheckpointError,

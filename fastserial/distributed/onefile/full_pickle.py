@@ -14,9 +14,9 @@ import torch
 
 from fastserial.distributed.save.partition import FilePlan
 from fastserial.distributed.sharding.flat_shard import FlatShard
-from fastserial.distributed.sharding.pieces import as_dtensor
+from fastserial.distributed.sharding.pieces import is_sharded
 from fastserial.distributed.state.merging import LeafSpec
-from fastserial.distributed.state.tables import StateTable, is_plain
+from fastserial.distributed.state.tables import StateTable
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer, clip
 from fastserial.formats.zip_layout import ZipPlan
 from fastserial.memory.untouched import Untouched
@@ -153,7 +153,7 @@ class StandIns:
         for number, (spec, first) in enumerate(zip(table.specs, table.firsts, strict=True)):
             leaf = values[first]
             joined = isinstance(leaf, LeafSpec)
-            if leaf.storage is not None if joined else is_plain(leaf):
+            if leaf.storage is not None if joined else not is_sharded(leaf):
                 if not joined and leaf.device.type == "cpu":
                     continue
                 self.made[number] = storage = untouched.storage(spec.nbytes)
@@ -211,7 +211,7 @@ def _pickler(
                 return reduced[number]
             if isinstance(obj, LeafSpec) and number in made:
                 return _reduced(_joined(obj, made[number]))
-            if isinstance(obj, FlatShard) or as_dtensor(obj) is not None:
+            if is_sharded(obj):
                 raise ValueError(
                     "a sharded tensor is in an object that is not a dict, list or tuple; pass "
                     f"its state_dict(), or the tensor under a key of a dict: {obj!r}"

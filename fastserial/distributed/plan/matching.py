@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from fastserial.checkpoints.own_loading import Conversion, why_not_filled
+from fastserial.checkpoints.own_loading import Conversion, is_scalar_for, why_not_filled
 from fastserial.distributed.sharding.file_index import FileTensor, is_plain_tuple
 from fastserial.distributed.sharding.pieces import Holding, as_dtensor, holding, local_of
 from fastserial.distributed.state.states import LiveState
@@ -216,7 +216,11 @@ class Match:
             return True  # else what other ranks have, such as other stages of a pipeline
         return bool(differing) and (
             live.conversion is not Conversion.NONE
-            or all(_is_scalar(tensors[key], there.get(key)) for key in differing)
+            or all(
+                isinstance(one := there.get(key), FileTensor)
+                and is_scalar_for(tensors[key], one.shape)
+                for key in differing
+            )
         )
 
     def _compare_container(self, into: Any, there: Any, path: Path) -> Any:
@@ -311,12 +315,6 @@ def _is_alike(tensor: Any, there: Any) -> bool:
     """Return whether the file has a tensor of this shape."""
     known = isinstance(there, FileTensor) and not is_lazy(tensor)
     return known and there.shape == tuple(tensor.shape)
-
-
-def _is_scalar(tensor: Any, there: Any) -> bool:
-    """Return whether torch takes the file's tensor of one element for one without dimensions."""
-    known = isinstance(there, FileTensor) and not is_lazy(tensor)
-    return known and there.shape == (1,) and tensor.dim() == 0
 
 
 def _like(entry: Any, there: Any) -> torch.Tensor | None:

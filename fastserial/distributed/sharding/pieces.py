@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -174,6 +174,11 @@ def as_dtensor(leaf: object) -> Any | None:
 
     module = sys.modules.get("torch.distributed.tensor")
     return leaf if module is not None and isinstance(leaf, module.DTensor) else None
+
+
+def is_sharded(leaf: object) -> bool:
+    """Return whether a rank may hold a part of a leaf only."""
+    return isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None
 
 
 def is_over_plain(sharded: Any) -> bool:
@@ -368,20 +373,14 @@ def views(
             f"placements {spec.held.splits} make of {spec.shape}"
         )
     # Along each dimension the ranges are consecutive in the local tensor.
-    starts: list[dict[int, int]] = []
-    for dim in range(len(spec.shape)):
-        sizes = dict(sorted((box.offsets[dim], box.sizes[dim]) for box in boxes))
-        at, start_of = 0, {}
-        for offset, size in sizes.items():
-            start_of[offset] = at
-            at += size
-        starts.append(start_of)
+    cuts = []
+    for ranges_of_dim in ranges:
+        starts = accumulate((stop - first for first, stop in ranges_of_dim), initial=0)
+        cuts.append(list(zip(ranges_of_dim, starts, strict=False)))
     parts = []
-    for box in boxes:
-        view = local
-        for dim, (offset, size) in enumerate(zip(*box, strict=True)):
-            view = view.narrow(dim, starts[dim][offset], size)
-        parts.append((box, view))
+    for cut in product(*cuts):
+        box = Box(tuple(first for (first, _), _ in cut), tuple(b - a for (a, b), _ in cut))
+        parts.append((box, local[tuple(slice(at, at + b - a) for (a, b), at in cut)]))
     return parts
 
 

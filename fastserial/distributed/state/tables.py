@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import marshal
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
@@ -24,7 +24,7 @@ from fastserial.distributed.sharding.pieces import (
     Flat,
     Mesh,
     TensorSpec,
-    as_dtensor,
+    is_sharded,
     local_of,
     views,
 )
@@ -79,7 +79,7 @@ class RecordSource:
             leaf = self.leaf
             if leaf is None:
                 self._parts = []
-            elif is_plain(leaf):
+            elif not is_sharded(leaf):
                 memory = bytes_of(leaf.untyped_storage())
                 self._parts = [(Box((0,), (memory.numel(),)), memory)] if memory.numel() else []
             else:
@@ -147,9 +147,16 @@ def sources_of(
 
 def devices_of(sources: Iterable[RecordSource]) -> set[torch.device]:
     """Return the devices that hold what this rank has of sources."""
-    held = (one.leaf for one in sources if one.leaf is not None)
-    tensors = (leaf.tensor if isinstance(leaf, FlatShard) else leaf for leaf in held)
-    return {tensor.device for tensor in tensors if not on_host(tensor)}
+    return {
+        tensor.device for tensor in _tensors(one.leaf for one in sources) if not on_host(tensor)
+    }
+
+
+def _tensors(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors of leaves that this rank has."""
+    for leaf in leaves:
+        if leaf is not None:
+            yield leaf.tensor if isinstance(leaf, FlatShard) else leaf
 
 
 @dataclass(slots=True)
@@ -276,16 +283,9 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return empty.set_(storage)
 
 
-def is_plain(leaf: object) -> bool:
-    """Return whether a leaf is a tensor that this rank has as a whole."""
-    return not isinstance(leaf, FlatShard) and as_dtensor(leaf) is None
-
-
 def synchronize_devices(values: Iterable[Any]) -> None:
     """Wait for the work queued on the devices of tensors: other threads will copy them."""
-    held = [leaf for leaf in map(leaf_of, values) if leaf is not None]
-    tensors = [leaf.tensor if isinstance(leaf, FlatShard) else leaf for leaf in held]
-    away = {one.device: one for one in tensors if one.device.type not in ("cpu", "meta")}
+    away = {one.device: one for one in _tensors(map(leaf_of, values)) if not on_host(one)}
     synchronize([local_of(one).untyped_storage() for one in away.values()])
 
 

@@ -57,11 +57,6 @@ def is_live(value: object) -> bool:
     return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
 
 
-def is_sharded(leaf: object) -> bool:
-    """Return whether a rank may hold a part of a leaf only."""
-    return isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None
-
-
 # A value as ranks compare it: whether it must be the same on all of them; then as text, else its
 # digest. None: it is not a number, a text or the like, nor a list of those.
 PlainValue = tuple[bool, str] | None
