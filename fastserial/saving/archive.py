@@ -1,8 +1,9 @@
 """ZipArchive replaces torch's PyTorchFileWriter and writes through a FastFileWriter.
 
 torch's `_save` calls `write_record` for the pickle and the small records; then the patch passes all
-storages in one call. torch's own writer is called for what only it can decide: the hash of the
-record names, in each save.
+storages in one call. A small file's records are kept until the end, and torch's own writer writes
+them (`saving.small`); otherwise they are laid out here, and torch's writer is called for what only
+it can decide: the hash of the record names.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import stat
 import sys
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,11 +27,13 @@ from fastserial.memory.storages import (
     Batch,
     HostMemory,
     Memory,
+    device_types,
     host_bytes,
     storage_batch,
     storage_memory,
     synchronize,
 )
+from fastserial.saving.small import SmallRecord
 
 if TYPE_CHECKING:
     from fastserial.saving.writer import FastFileWriter
@@ -64,9 +68,15 @@ class ZipArchive:
         self._owns_writer = owns_writer
         if alignment is None:
             alignment = storage_alignment()
-        self._layout = ZipLayout(archive, alignment, checksums_wanted())
         self._archive = archive
+        self._alignment = alignment
+        self._checksums = checksums_wanted()
         self._pause = paused_collection()
+        # Records of an archive that is small so far, and their bytes; None: it is laid out.
+        most = writer.most_by_torch if writer is not None and owns_writer else 0
+        self._records: list[SmallRecord] | None = [] if most else None
+        self._room = most
+        self._is_written = False  # by torch's writer
 
     def archive_name(self) -> str:
         """Return the name put before the records' names."""
@@ -76,6 +86,9 @@ class ZipArchive:
         self, name: str, data: str | bytes | int | torch.UntypedStorage, size: int
     ) -> None:
         """Add a record of `size` bytes: text, bytes, a storage, or host memory at an address."""
+        is_here = not isinstance(data, torch.UntypedStorage) or data.device.type == "cpu"
+        if self._keep([(name, data, size)], size, is_here):
+            return
         if isinstance(data, str):
             data = data.encode()
         if isinstance(data, bytes):
@@ -88,11 +101,16 @@ class ZipArchive:
 
     def write_record_metadata(self, name: str, size: int) -> None:
         """Add a record whose `size` bytes are zeros without a checksum, to be written later."""
-        self._layout.add_bytes(name, bytes(size), 0)
+        if not self._keep([(name, None, size)], size, True):
+            self._layout.add_bytes(name, bytes(size), 0)
 
     def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
         """Add all storages at once, as records called `names`."""
-        nbytes = sum(map(torch.UntypedStorage.nbytes, storages))
+        sizes = list(map(torch.UntypedStorage.nbytes, storages))
+        nbytes = sum(sizes)
+        is_here = device_types(storages) <= {"cpu"}
+        if self._keep(list(zip(names, storages, sizes, strict=True)), nbytes, is_here):
+            return
         if nbytes > SMALL_FILE:
             self._pause.end()  # copies and waits may take long
         synchronize(storages)
@@ -104,6 +122,34 @@ class ZipArchive:
             self._layout.add_all_bytes(names, texts, list(map(crc32, texts)))
         else:
             self._layout.add_storages(names, batch)
+
+    @cached_property
+    def _layout(self) -> ZipLayout:
+        return ZipLayout(self._archive, self._alignment, self._checksums)
+
+    def _keep(self, records: Sequence[SmallRecord], nbytes: int, is_here: bool) -> bool:
+        """Keep records for torch's own writer; False: they are to be laid out, as those before.
+
+        Args:
+            nbytes: of them all.
+            is_here: they are in host memory.
+        """
+        if self._records is None:
+            return False
+        self._room -= nbytes + KiB * len(records)
+        if self._room >= 0 and is_here:
+            self._records += records
+            return True
+        self._lay_out_kept()
+        return False
+
+    def _lay_out_kept(self) -> None:
+        kept, self._records = self._records or [], None
+        for name, data, size in kept:
+            if data is None:
+                self.write_record_metadata(name, size)
+            else:
+                self.write_record(name, data, size)
 
     def _batch(self, storages: Sequence[torch.UntypedStorage]) -> Batch:
         """Return the memory that the storages' bytes are read from."""
@@ -126,6 +172,14 @@ class ZipArchive:
         Raises:
             WriteError: the disk is full or failed.
         """
+        if self._records is not None and self._writer is not None:
+            options = self._archive, self._alignment, self._checksums
+            if self._writer.write_by_torch(*options, self._records):
+                self._records, self._is_written = None, True
+            else:
+                self._lay_out_kept()
+        if self._is_written:
+            return
         first = self._plan is None
         plan = self.lay_out()
         if plan.nbytes > SMALL_FILE:

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -35,7 +36,8 @@ from fastserial.interrupts import finish, finish_after, is_foreign, ours
 from fastserial.memory.storages import storage_batch, synchronize
 from fastserial.progress import ProgressBar
 from fastserial.reports import SaveReport, SnapshotReport, publish_save
-from fastserial.saving.extent_writer import ExtentWriter
+from fastserial.saving.extent_writer import ExtentWriter, Outcome
+from fastserial.saving.small import SmallRecord, fill_by_torch
 
 if TYPE_CHECKING:
     import torch
@@ -123,13 +125,23 @@ class FastFileWriter:
         """Begin to write a destination, which is empty."""
         self._destination = destination
         self._bar = ProgressBar(self.name) if self._config.progress else None
-        on_progress = bool if self._bar is None else self._bar.update
-        self._out = ExtentWriter(destination.fd, self._config, on_progress, owner=destination)
+        self.__dict__.pop("_out", None)
         self._expected: int | None = None  # bytes of the whole file, once they are known
         self._written = 0  # bytes passed on
         self._gathered = bytearray()
         self._closed = self._discarded = False
         self._failed = False  # discarded because of an error, which was raised
+
+    @cached_property
+    def _out(self) -> ExtentWriter:
+        on_progress = bool if self._bar is None else self._bar.update
+        destination = self._destination
+        return ExtentWriter(destination.fd, self._config, on_progress, owner=destination)
+
+    @property
+    def _outcome(self) -> Outcome:
+        made = "_out" in self.__dict__
+        return self._out.outcome if made else Outcome(plain_bytes=self._written)
 
     # -- a file object -------------------------------------------------------------------------
 
@@ -163,7 +175,7 @@ class FastFileWriter:
         Bytes, seconds, and "GB/s" for GiB per second. `aio_bytes` are the engine's, `slow_bytes`
         those written without it. More is in `report`.
         """
-        outcome, seconds = self._out.outcome, self._phases["transfer"]
+        outcome, seconds = self._outcome, self._phases["transfer"]
         nbytes = self.tell()
         return {
             "path": self.name,
@@ -293,13 +305,61 @@ class FastFileWriter:
                 self.write_plan(plan)
                 self.close()
             except ours(WriteError) as error:
-                retries = self._destination.retries
-                if retries is None or not retries.wait(error):
+                if not self._begins_again(error):
                     raise
-                self._begin(required(retries.open(), self.name))
                 plan = plan._replace(extents=renewed(plan.extents))
             else:
                 return
+
+    @property
+    def most_by_torch(self) -> int:
+        """Up to how many bytes an archive is filled by torch's own writer; 0: none is."""
+        is_new = isinstance(self._destination, Replacement)
+        return self._config.small_file if is_new and self._config.direct is not True else 0
+
+    def write_by_torch(
+        self, archive: str, alignment: int, checksums: bool, records: Sequence[SmallRecord]
+    ) -> bool:
+        """Write a small archive as the whole file, and close; see `fill_by_torch`.
+
+        Returns:
+            False: nothing is written.
+
+        Raises:
+            WriteError: the disk failed.
+        """
+        self._check_open()
+        if self.base is not None or self.tell():
+            return False
+        self._container = "zip"
+        try:
+            self._run("transfer", self._fill_by_torch, archive, alignment, checksums, records)
+            if not self._written:
+                return False
+            self._run("sync", self._destination.sync)
+            self._run("commit", self._commit)
+        except ours(WriteError) as error:
+            if not self._begins_again(error):
+                raise
+            return False
+        self._end()
+        return True
+
+    def _fill_by_torch(self, *options: Any) -> None:
+        fd = self._destination.fd
+        if fill_by_torch(fd, *options):
+            self._written = os.fstat(fd).st_size
+            if self._bar is not None:
+                self._bar.expect(self._written)
+                self._bar.update(self._written)
+
+    def _begins_again(self, error: WriteError) -> bool:
+        """Begin a new file after an error of a network file system; False: it will not pass."""
+        retries = self._destination.retries
+        if retries is None or not retries.wait(error):
+            return False
+        self._begin(required(retries.open(), self.name))
+        return True
 
     def write_layout(
         self, extents: Sequence[Extent], nbytes: int, ledger: CrcLedger | None = None
@@ -364,6 +424,10 @@ class FastFileWriter:
         except BaseException as error:  # of a signal handler between two phases, too
             self.fail(error)
             raise
+        self._end()
+
+    def _end(self) -> None:
+        """Report what was committed."""
         self._closed = True
         self._handled = None
         self._leave_bar()
@@ -480,7 +544,7 @@ class FastFileWriter:
         return "the file system cannot sync it"
 
     def _publish(self) -> None:
-        outcome, config = self._out.outcome, self._config
+        outcome, config = self._outcome, self._config
         retries = self._destination.retries
         repeated = None if retries is None else retries.reason
         unshared = None if self.base is None else self.base.reason

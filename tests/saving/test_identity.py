@@ -32,6 +32,7 @@ from support.identity import (
 # Blocks so small, and no buffered way out, that even the smallest file takes the direct path.
 DIRECT = {"small_file": 0, "direct": True, "durable": False}
 OPTION_SETS: dict[str, dict[str, Any]] = {
+    "small": {"durable": False},  # filled by torch's own writer, through its own descriptor
     "smallest_blocks": {**DIRECT, "block_size": 4096, "queue_depth": 1, "threads": 1},
     "many_small_blocks": {**DIRECT, "block_size": 4096, "queue_depth": 8, "threads": 4},
     "medium_blocks": {**DIRECT, "block_size": 65536, "queue_depth": 2, "threads": 4},
