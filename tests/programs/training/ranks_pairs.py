@@ -114,6 +114,10 @@ class Pairs:
                     module = own_loading.spoilt(make())
                     state = {"m": module}
                     self.resumed(f"{name}, {kind}", {"m": saved}, state, module, strict=strict)
+                torch.manual_seed(2)
+                module = own_loading.spoilt(make())
+                file = {"m": saved, "of another program": torch.ones(2)}
+                self.resumed(f"{name}, {kind}", file, {"n": module}, module, rename={"m": "n"})
 
     def optimizers(self) -> None:
         for name, make in own_loading.OPTIMIZERS.items():
