@@ -513,7 +513,7 @@ def _take_writer(settings: Mapping[str, Any], options: dict[str, Any]) -> list[s
 
 
 def _say_report(report: SaveReport) -> None:
-    if report.rank == 0:  # once for each file, of the ranks that wrote it
+    if report.ranks or report.rank == 0:  # once for each file, of the ranks that wrote it
         for line in str(report).splitlines():
             say(line)
 

@@ -17,6 +17,7 @@ from fastserial.integrations.deepspeed import (
     _take_aio,
     _take_writer,
 )
+from fastserial.reports import RankReport
 
 MIB = 1024 * 1024
 
@@ -63,6 +64,10 @@ def test_buffer_and_statistics(capsys: pytest.CaptureFixture[str]) -> None:
     options["on_report"](report)
     options["on_report"](replace(report, rank=1))  # of the same file
     assert capsys.readouterr().out == f"{report}\n"
+    line = RankReport(rank=2, node="a", bytes=8, sent_bytes=0, received_bytes=0, phases={})
+    whole = replace(report, rank=2, ranks=(line,))
+    options["on_report"](whole)  # of a group without the job's rank 0
+    assert capsys.readouterr().out == f"{whole}\n"
     options = {"block_size": MIB, "overlap": False}
     _take_writer({"checkpoint": {"writer": {**writer, "decoupled": True}}}, options)
     assert options.keys() == {"block_size", "overlap", "on_report"}
