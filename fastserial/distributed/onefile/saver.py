@@ -18,7 +18,7 @@ import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from fastserial.config import current
 from fastserial.distributed.onefile.full_pickle import FileLayout, StandIns, lay_out
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 Writers = Literal["all", "node"] | int
 Ranges = dict[int, list[tuple[int, int, int]]]
+_Made = TypeVar("_Made")
 
 
 class StateSummary(NamedTuple):
@@ -169,30 +170,6 @@ class _Finished(NamedTuple):
     fallback: Reason | None
 
 
-class _KeptTable(NamedTuple):
-    """The table of the last save.
-
-    Attributes:
-        facts: what it was made from.
-    """
-
-    facts: list[Any] | None
-    table: StateTable
-
-
-class _KeptPlan(NamedTuple):
-    """What is kept of the last save; nothing of the state itself.
-
-    Attributes:
-        made_from: what the next two were made from.
-        specs, made: the tensors as all ranks hold them, and what this rank does.
-    """
-
-    made_from: tuple[Any, ...]
-    specs: Sequence[TensorSpec]
-    made: Partition
-
-
 def save_file(
     obj: object,
     path: str | os.PathLike[str],
@@ -269,7 +246,7 @@ class SaveTask:
         traffic = self.traffic
         with paused_collection():
             found, table = self._plan(obj)
-            kept = self._partition(table)
+            specs, partition = self._partition(table)
             if self._new is None:
                 self._opened = OpenedFile(self._decision.file)
         planned = perf_counter()
@@ -277,8 +254,8 @@ class SaveTask:
         self._phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
         synchronize_devices(found.values)
         rest = self._laid_out.rest if self._laid_out is not None else ()
-        sources = sources_of(table, kept.specs, found.values, traffic.rank, rest)
-        self._writer = ShardWriter(self._decision.plan, kept.made, sources, self._laid_out)
+        sources = sources_of(table, specs, found.values, traffic.rank, rest)
+        self._writer = ShardWriter(self._decision.plan, partition, sources, self._laid_out)
 
     def freeze(self, taken: Snapshot) -> None:
         """Copy what is to be saved, if there is room, between `prepare` and `finish`."""
@@ -320,32 +297,39 @@ class SaveTask:
             agreement.settle(self._decision.differing)
         return found, table
 
-    def _table(self, found: Leaves, buffers: set[int]) -> StateTable:
-        """Return the table of the state: that of the last save, if it was made from the same."""
-        traffic = self.traffic
-        kept, facts = traffic.kept.get("table"), facts_of(found.paths, found.values, buffers)
-        if not isinstance(kept, _KeptTable) or facts is None or kept.facts != facts:
-            table = table_of(found, traffic.rank, traffic.ranks, buffers)
-            kept = traffic.kept["table"] = _KeptTable(facts, table)
-        return kept.table
+    def _kept(self, name: str, made_from: object, make: Callable[[], _Made]) -> _Made:
+        """Return what was made in the last save if it was made from the same, else make it.
 
-    def _partition(self, table: StateTable) -> _KeptPlan:
-        """Return what this rank does: that of the last save, if it was made from the same."""
+        Nothing of the state itself is kept.
+        """
+        kept: Any = self.traffic.kept
+        if name not in kept or kept[name][0] != made_from:
+            kept[name] = made_from, make()
+        made: _Made = kept[name][1]
+        return made
+
+    def _table(self, found: Leaves, buffers: set[int]) -> StateTable:
+        traffic, facts = self.traffic, facts_of(found.paths, found.values, buffers)
+        made_from = object() if facts is None else facts
+        return self._kept(
+            "table", made_from, lambda: table_of(found, traffic.rank, traffic.ranks, buffers)
+        )
+
+    def _partition(self, table: StateTable) -> tuple[list[TensorSpec], Partition]:
+        """Return the tensors as all ranks hold them, and what this rank does."""
         traffic, decision = self.traffic, self._decision
-        made_from = decision.plan, decision.ranges, decision.grids, table.digest
-        kept = traffic.kept.get(self.container)
-        if not isinstance(kept, _KeptPlan) or kept.made_from != made_from:
+
+        def make() -> tuple[list[TensorSpec], Partition]:
             specs = table.completed(decision.ranges, decision.grids, decision.plan.records)
-            made = Partition(decision.plan, specs, traffic.rank, traffic.size)
-            kept = traffic.kept[self.container] = _KeptPlan(made_from, specs, made)
-        return kept
+            return specs, Partition(decision.plan, specs, traffic.rank, traffic.size)
+
+        made_from = decision.plan, decision.ranges, decision.grids, table.digest
+        return self._kept(self.container, made_from, make)
 
     def _lay_out(self, table: StateTable, state: Any, values: Sequence[Any]) -> FileLayout:
         """Lay the file out. On rank 0."""
-        kept = self.traffic.kept.get("stand-ins")
-        if not isinstance(kept, StandIns) or kept.table is not table:
-            kept = self.traffic.kept["stand-ins"] = StandIns(table, values)
-        return lay_out(self._archive(), state, values, kept)
+        stand_ins = self._kept("stand-ins", table, lambda: StandIns(table, values))
+        return lay_out(self._archive(), state, values, stand_ins)
 
     def _archive(self) -> str:
         """Return the name that torch puts before the names of the file's records."""

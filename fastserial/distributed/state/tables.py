@@ -159,7 +159,7 @@ def _tensors(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield leaf.tensor if isinstance(leaf, FlatShard) else leaf
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StateTable:
     """The tensors of a state, without them.
 
