@@ -25,9 +25,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fastserial.bench.table import check_files
+from fastserial.checkpoints.convert import name_of
+from fastserial.config import current
 from fastserial.console import say
 from fastserial.distributed.load.read_plan import ReadPlan
-from fastserial.distributed.load.reader import divided_jobs, grids_of
+from fastserial.distributed.load.reader import Arrays, divided_jobs
 from fastserial.distributed.load.wanted import Demands, demands_of, texts_of
 from fastserial.distributed.onefile.saver import SaveDecision, StateSummary, join_summaries
 from fastserial.distributed.onefile.shared_file import FileIdentity
@@ -43,6 +45,7 @@ from fastserial.distributed.ranks.distinct import (
 from fastserial.distributed.ranks.group import Arrival, Traffic
 from fastserial.distributed.ranks.links import framed
 from fastserial.distributed.ranks.tree import Neighbours, ancestors, neighbours
+from fastserial.distributed.reading.files import StoredFiles
 from fastserial.distributed.save.partition import FilePlan, Move, Partition
 from fastserial.distributed.sharding.file_index import FileTensor
 from fastserial.distributed.sharding.pieces import (
@@ -56,7 +59,7 @@ from fastserial.distributed.sharding.pieces import (
 from fastserial.distributed.state.agreement import Compared
 from fastserial.distributed.state.merging import Describer, described, merged
 from fastserial.errors import FastserialError
-from fastserial.formats.tensors import contiguous_stride
+from fastserial.formats.stored import Chunk, whole_box
 from fastserial.progress import show_line
 from fastserial.reports import RankReport
 
@@ -293,7 +296,8 @@ def plan_of_a_load(case: Case, rank: int) -> Callable[[], Counts]:
     specs = specs_of(case)
     tensors = [
         FileTensor(number, specs[number].dtype, specs[number].shape,
-                   contiguous_stride(specs[number].shape), offset)
+                   (Chunk(whole_box(specs[number].shape), name_of(specs[number].dtype), "",
+                          offset, 0),))
         for number, _, offset, _ in file_plan_of(specs, case.ranks).records
     ]  # fmt: skip
     memory = torch.empty(len(specs), dtype=torch.uint8)
@@ -307,20 +311,22 @@ def plan_of_a_load(case: Case, rank: int) -> Callable[[], Counts]:
                 yield TensorMatch(tensors[number], held)
 
     leaves = [((tensor.number,), tensor) for tensor in tensors]
+    files = StoredFiles("", current())
+    files.names = [""]
     wanted: list[list[bytes]] = [[]] * case.ranks
     held = [spec.held.grids[0] for spec in specs if isinstance(spec.held, Mesh)]
     for members in {id(one): one for one in held}.values():
-        texts = texts_of(jobs_of(members[0]), grids_of(leaves))
+        texts = texts_of(jobs_of(members[0]), Arrays(leaves, files).number_of)
         for member in members:
             wanted[member] = texts
     traffic, fed, around = _replayed(case, rank)
     _feed_distinct(fed, around, _below(rank, around, case), wanted)
 
     def work() -> Counts:
-        grids = grids_of(leaves)
-        jobs = divided_jobs(list(jobs_of(rank)), grids)
-        found = gather_distinct(traffic, texts_of(jobs.arrays, grids))
-        plan = ReadPlan(grids.values(), jobs.targets, Demands(demands_of(found)), rank)
+        arrays = Arrays(leaves, files)
+        jobs = divided_jobs(list(jobs_of(rank)), arrays)
+        found = gather_distinct(traffic, texts_of(jobs.jobs, arrays.number_of))
+        plan = ReadPlan(jobs.grids, jobs.targets, Demands(demands_of(found)), rank)
         most = 0
         for group, number in plan.steps():
             if number:

@@ -152,7 +152,12 @@ def write_safetensors(
 
 def type_name(tensor: torch.Tensor) -> str:
     """Return torch's name of a tensor's dtype, such as `float32`."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return name_of(tensor.dtype)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype."""
+    return str(dtype).removeprefix("torch.")
 
 
 def flat_tensors(value: Any) -> dict[str, torch.Tensor]:

@@ -7,70 +7,67 @@ their bytes are fetched from the ranks' files while they are written.
 from __future__ import annotations
 
 import ctypes
-import io
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from fastserial.checkpoints.convert import Converted, ConvertSource, FileMemory, part_of
-from fastserial.checkpoints.tensor_read import direct_extent, read_tensor_into
-from fastserial.config import Config, options
+from fastserial.checkpoints.convert import Converted, ConvertSource, part_of
+from fastserial.checkpoints.tensor_read import fetch
+from fastserial.config import Config, current, options
+from fastserial.distributed.dcp.contents import nested, problem_of, values_of
 from fastserial.distributed.dcp.shard_layout import ShardLayout, TensorBytes, bytes_of
-from fastserial.distributed.dcp.storage_reader import ItemTensor, check_archive, tensor_in
 from fastserial.distributed.dcp.storage_writer import FastStorageWriter
+from fastserial.distributed.reading.files import StoredFiles
 from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect
 from fastserial.distributed.sharding.pieces import unloadable
-from fastserial.errors import (
-    CheckpointFileError,
-    ConvertError,
-    CorruptCheckpointError,
-    UnreadableCheckpointError,
-)
-from fastserial.files.sources import FileStamp, stamp
+from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.formats.container import FolderContainer
-from fastserial.formats.dcp import Item, Metadata, Stored
-from fastserial.formats.outline import bounded_pickle
-from fastserial.formats.source import BytesSource, DescriptorSource, read_exactly
-from fastserial.formats.zip_format import PICKLE, read_places
-from fastserial.interrupts import Descriptors, finish, finish_after, ours
-from fastserial.loading.reader import HostSink, ReadExtent
+from fastserial.formats.dcp import Metadata
+from fastserial.formats.stored import Chunk
+from fastserial.interrupts import finish, finish_after, ours
+from fastserial.loading.reader import OccasionalReader
 from fastserial.memory.storages import HostMemory, Memory
 from fastserial.memory.untouched import Untouched
 from fastserial.patching.self_check import self_check
 
+_HOST = torch.device("cpu")
+_READ_AT_ONCE = 1 << 30  # bytes; no writer asks for as many
+
 # -- a folder as a source --------------------------------------------------------------------------
 
 
-class StoredChunk(NamedTuple):
+class _StoredPart(NamedTuple):
     """A part of a tensor in a file.
 
     Attributes:
-        memory: its bytes.
         box: which part; a last dimension counts the bytes of an element.
-        strides: of these dimensions there (bytes).
+        view: a meta tensor with the strides of these dimensions there (bytes).
+        file: which file.
+        offset: of the first byte there.
     """
 
-    memory: Memory
     box: Box
-    strides: tuple[int, ...]
+    view: torch.Tensor
+    file: OccasionalReader
+    offset: int
 
 
 class ChunkedMemory:
     """A tensor's bytes in the order of its elements."""
 
-    def __init__(self, shape: tuple[int, ...], parts: Sequence[StoredChunk]) -> None:
-        """Keep where the parts are.
+    def __init__(self, shape: tuple[int, ...], parts: Sequence[_StoredPart]) -> None:
+        """Keep where its parts are.
 
         Args:
             shape: of the tensor; a last dimension counts the bytes of an element.
         """
-        self.nbytes = int(torch.Size(shape).numel())
+        self.nbytes = prod(shape)
         self._shape = shape
         self._parts = parts
 
@@ -78,7 +75,8 @@ class ChunkedMemory:
         """Read bytes [start, start + length) into host memory at `address`.
 
         Raises:
-            CorruptCheckpointError: no part has some of them.
+            CorruptCheckpointError: no part has some of them, or a file changed.
+            OSError: one cannot be read.
         """
         if not length:
             return
@@ -86,118 +84,19 @@ class ChunkedMemory:
         out = torch.frombuffer(memory, dtype=torch.uint8)
         at = found = 0
         for row in boxes_of_range(self._shape, start, start + length):
-            view = out[at : at + row.numel].view(row.sizes)
-            for filed in self._parts:
-                part = intersect(row, filed.box)
+            into = out[at : at + row.numel].view(row.sizes)
+            for box, view, file, offset in self._parts:
+                part = intersect(row, box)
                 if part is not None:
-                    _read(filed, part, view[part.slices(row)])
+                    bytes_there = fetch(file, offset, view[part.slices(box)], _HOST)
+                    into[part.slices(row)] = bytes_there
                     found += part.numel
             at += row.numel
         if found != length:
             raise CorruptCheckpointError("the parts of a tensor do not make it up")
 
 
-def _read(filed: StoredChunk, part: Box, target: torch.Tensor) -> None:
-    """Read a part of what is filed into a tensor of bytes."""
-    sizes = filed.box.sizes
-    whole = torch.empty_strided(sizes, filed.strides, dtype=torch.uint8, device="meta")
-    view, reader = whole[part.slices(filed.box)], _MemoryReader(filed.memory)
-    extent = direct_extent(0, view, target)
-    if extent is not None:
-        reader.read_into([extent])
-    else:
-        read_tensor_into(reader, 0, view, target)
-
-
-class _MemoryReader:
-    """Reads extents of a memory at once."""
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-
-    def read_into(self, extents: Sequence[ReadExtent]) -> None:
-        for extent in extents:
-            if isinstance(extent.sink, HostSink):
-                self._memory.copy_to(extent.sink.address, extent.offset, extent.length)
-
-
-class FolderFiles:
-    """The files of a folder, opened as they are needed."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._files = Descriptors()
-        self._opened: dict[str, tuple[int, FileStamp]] = {}
-
-    def data_of(self, item: Item) -> bytes:
-        """Return the bytes of an item.
-
-        Raises:
-            CorruptCheckpointError: its file ends before it does.
-            OSError: it cannot be read.
-        """
-        return read_exactly(self._open(item), item.offset, item.length)
-
-    def value_of(self, item: Item, data: bytes) -> Any:
-        """Return a value, given the bytes of its item.
-
-        Raises:
-            ConvertError: it needs more than `weights_only` allows, or went through an extension.
-            CorruptCheckpointError: it is damaged.
-        """
-        if item.is_extended:
-            raise ConvertError(
-                f"entry {item.name!r} went through an extension: load it with dcp.load"
-            )
-        try:
-            source = BytesSource(data)
-            pickled = read_places(source).find(PICKLE)
-            if pickled is not None:  # else torch says what is wrong
-                bounded_pickle(source, pickled)
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except ours(Exception) as error:
-            try:
-                check_archive(data)
-            except ours(CheckpointFileError) as damage:  # torch wrote no such archive
-                raise self._damaged(item.name, damage.message) from error
-            what = str(error).partition("\n")[0]
-            raise ConvertError(
-                f"entry {item.name!r} cannot be loaded under the rules of weights_only: {what}"
-            ) from error
-
-    def check_unchanged(self) -> None:
-        """Raise if a file was written to, which no save does.
-
-        Raises:
-            CorruptCheckpointError: one was.
-        """
-        for name, (fd, before) in self._opened.items():
-            if not before.holds_for(fd):
-                path = os.path.join(self._path, name)
-                raise CorruptCheckpointError("the file changed while it was read", path=path)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
-
-    def _open(self, item: Item) -> int:
-        found = self._opened.get(item.file)
-        if found is None:
-            if os.path.basename(item.file) != item.file:
-                raise self._damaged(item.name, f"its file {item.file!r} is not in the folder")
-            path = os.path.join(self._path, item.file)
-            fd = self._files.open(path, os.O_RDONLY | os.O_NONBLOCK)
-            found = self._opened[item.file] = fd, stamp(fd)
-        fd, _ = found
-        if item.offset + item.length > os.fstat(fd).st_size:
-            raise self._damaged(item.name, f"{item.file} ends before it does")
-        return fd
-
-    def _damaged(self, record: str, message: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(message, path=self._path, record=record)
-
-
-class FolderSource(FolderFiles):
+class FolderSource:
     """A folder, whose state is made without its tensors' bytes."""
 
     def __init__(self, path: str) -> None:
@@ -209,14 +108,15 @@ class FolderSource(FolderFiles):
             CorruptCheckpointError: it is damaged, or no save was completed.
             OSError: it cannot be read.
         """
-        super().__init__(path)
         self.metadata: dict[str, str] = {}
+        self.container = "dcp"
+        self._files = StoredFiles(path, replace(current(), small_file=_READ_AT_ONCE))
+        self._files.has_items = True
+        self._opened: dict[str, OccasionalReader] = {}
         self._untouched: Untouched | None = None
         self._memory: dict[int, Memory] = {}  # of the tensors, by the address of their storages
         try:
-            found = FolderContainer(path).of_all_ranks()
-            self.container = "dcp"
-            self.value = self._state(found)
+            self.value = self._state(FolderContainer(path).of_all_ranks())
         except BaseException as error:
             finish_after(error, self.close)
             raise
@@ -225,37 +125,73 @@ class FolderSource(FolderFiles):
         """Return the source of bytes of a storage, None if it has them itself."""
         return self._memory.get(storage.data_ptr())  # all of it: a tensor has one of its own
 
+    def check_unchanged(self) -> None:
+        """Raise if a file was written to, which no save does.
+
+        Raises:
+            CorruptCheckpointError: one was.
+        """
+        for file in self._opened.values():
+            file.check_unchanged()
+
     def close(self) -> None:
         """Close the files; the tensors must not be used any more."""
         untouched, self._untouched = self._untouched, None
-        finish(self._files.close, *([untouched.close] if untouched is not None else []))
-
-    # -- the state -----------------------------------------------------------------------------
+        files = [file.close for file in self._opened.values()]
+        finish(self._files.close, *files, *([untouched.close] if untouched is not None else []))
 
     def _state(self, found: Metadata) -> Any:
-        items: dict[str, list[Item]] = {}
-        for item in found.items:
-            items.setdefault(item.key, []).append(item)
-        if found.missing:
-            raise self._damaged(found.missing[0], "`.metadata` does not say where it is")
-        chunks = {
-            key: self._chunks(key, stored, items.get(key, []))
+        files = self._files
+        for key, stored in found.tensors.items():
+            if stored.held != stored.numel:
+                text = "its parts do not make it up"
+                raise CorruptCheckpointError(text, path=files.path, record=key)
+            if (problem := problem_of(stored)) is not None:
+                raise ConvertError(f"entry {key!r}: {problem}")
+        flat, problems, _ = values_of(found, files)
+        for problem in problems.values():
+            raise ConvertError(problem)
+        dtypes = {key: getattr(torch, stored.dtype) for key, stored in found.tensors.items()}
+        nbytes = sum(one.numel * dtypes[key].itemsize for key, one in found.tensors.items())
+        parts = {
+            key: [self._part(chunk, stored.dtype) for chunk in stored.chunks if chunk.nbytes]
             for key, stored in found.tensors.items()
         }
-        nbytes = sum(_nbytes(key, stored) for key, stored in found.tensors.items())
-        self._untouched = Untouched(nbytes, len(found.tensors))
-        flat: dict[str, Any] = {}
+        self._untouched = Untouched(nbytes, len(parts))
         for key, stored in found.tensors.items():
-            dtype = dtype_of(key, stored)
-            flat[key] = tensor = self._untouched.tensor(stored.shape, dtype)
-            if tensor.numel():
-                memory = ChunkedMemory((*stored.shape, dtype.itemsize), chunks[key])
-                self._memory[tensor.data_ptr()] = memory
-        for key in found.values:
-            item = items[key][0]
-            flat[key] = self.value_of(item, self.data_of(item))
+            flat[key] = tensor = self._untouched.tensor(stored.shape, dtypes[key])
+            if stored.numel:
+                shape = (*stored.shape, tensor.itemsize)
+                self._memory[tensor.data_ptr()] = ChunkedMemory(shape, parts[key])
         self._paths = found.paths
         return nested(flat, found.paths)
+
+    def _part(self, chunk: Chunk, dtype: str) -> _StoredPart:
+        """Return where a chunk of a tensor is.
+
+        Raises:
+            ConvertError: only torch can read it.
+            CorruptCheckpointError: it is damaged.
+            OSError: its file cannot be read.
+        """
+        found = self._files.located(chunk)
+        if found is None or found.start is None or found.nbytes is None:
+            raise ConvertError(
+                f"entry {chunk.name!r}: only torch knows how it is saved: load it with dcp.load"
+            )
+        if found.dtype != dtype:
+            raise ConvertError(  # what stock's `enable_plan_caching` makes of a new dtype
+                f"entry {chunk.name!r} is of {found.dtype}, but `.metadata` says {dtype}: load it "
+                "with dcp.load"
+            )
+        sizes, item = chunk.elements.sizes, found.nbytes // chunk.elements.numel
+        strides = [step * item for step in found.stride]
+        view = torch.empty_strided((*sizes, item), (*strides, 1), dtype=torch.uint8, device="meta")
+        box = Box((*chunk.elements.offsets, 0), (*sizes, item))
+        if chunk.file not in self._opened:
+            path = self._files.path_of(chunk.file)
+            self._opened[chunk.file] = OccasionalReader(path, self._files.config)
+        return _StoredPart(box, view, self._opened[chunk.file], found.offset + found.start)
 
     def warn_of_text(self) -> None:
         """Warn of keys that may have been integers: no optimizer takes its state without them."""
@@ -267,90 +203,11 @@ class FolderSource(FolderFiles):
         if text:
             more = f" and {len(text) - 1} more" if len(text) > 1 else ""
             warnings.warn(
-                f"{self._path}: numbers among the keys of {text[0]!r}{more} are text, as "
+                f"{self._files.path}: numbers among the keys of {text[0]!r}{more} are text, as "
                 "torch.distributed.checkpoint saves them: if they were integers, as in an "
                 "optimizer's state, make them so again before `load_state_dict`",
                 stacklevel=4,
             )
-
-    def _chunks(self, key: str, stored: Stored, items: list[Item]) -> list[StoredChunk]:
-        """Return where the bytes of a tensor are."""
-        dtype = dtype_of(key, stored)
-        found = [self._filed(item, dtype) for item in items if item.nbytes]
-        if sum(chunk.box.numel for chunk in found) != _nbytes(key, stored):
-            raise self._damaged(key, "its parts do not make it up")
-        return found
-
-    def _filed(self, item: Item, dtype: torch.dtype) -> StoredChunk:
-        fd = self._open(item)
-        chunk = item.chunk
-        content = self._content(fd, item, dtype)
-        nbytes = item.nbytes or 0
-        if chunk is None or content is None or content.nbytes != nbytes:
-            raise ConvertError(
-                f"entry {item.name!r}: only torch knows how it is saved: load it with dcp.load"
-            )
-        last = dtype.itemsize
-        box = Box((*chunk.offsets, 0), (*chunk.sizes, last))
-        strides = (*(step * last for step in content.strides), 1)
-        return StoredChunk(FileMemory(fd, item.offset + content.start, nbytes), box, strides)
-
-    def _content(self, fd: int, item: Item, dtype: torch.dtype) -> ItemTensor | None:
-        if item.is_extended:
-            raise ConvertError(
-                f"entry {item.name!r} went through an extension: load it with dcp.load"
-            )
-        shape = item.chunk.sizes if item.chunk is not None else ()
-        try:
-            source = DescriptorSource(fd, item.offset, item.length)
-            found = tensor_in(source, dtype, shape, item.known)
-        except ours(CorruptCheckpointError) as error:
-            raise self._damaged(item.name, error.message) from error
-        except ours(UnreadableCheckpointError) as error:
-            error.path, error.record = self._path, item.name
-            raise
-        if found is not None and found.shape == shape and found.dtype != dtype:
-            raise ConvertError(  # what stock's `enable_plan_caching` makes of a new dtype
-                f"entry {item.name!r} is of {found.dtype}, but `.metadata` says {dtype}: load it "
-                "with dcp.load"
-            )
-        if found is not None and found.shape != shape:
-            raise self._damaged(item.name, "it is that of another checkpoint")
-        return found
-
-
-def dtype_of(key: str, stored: Stored) -> torch.dtype:
-    """Return the dtype of a tensor.
-
-    Raises:
-        ConvertError: this torch has none of the name.
-    """
-    found = getattr(torch, stored.dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise ConvertError(f"entry {key!r}: this torch has no dtype {stored.dtype}")
-    return found
-
-
-def _nbytes(key: str, stored: Stored) -> int:
-    return int(torch.Size(stored.shape).numel()) * dtype_of(key, stored).itemsize
-
-
-def nested(found: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> Any:
-    """Return the nest of dictionaries and lists in which values were before they were flattened.
-
-    Raises:
-        ConvertError: two of them cannot be in one nest.
-    """
-    flat = {key: found[key] for key in dict.fromkeys([*paths, *found]) if key in found}
-    places = {key: paths.get(key, (key,)) for key in flat}
-    leaves = set(places.values())
-    for key, path in places.items():
-        if any(path[:length] in leaves for length in range(1, len(path))):
-            raise ConvertError(f"entry {key!r} is in another entry that is a plain value")
-    try:
-        return unflatten_state_dict(flat, cast("Any", places))
-    except ours(AttributeError, LookupError, TypeError) as error:
-        raise ConvertError(f"{paths}: one of these is a list and a dictionary") from error
 
 
 # -- a folder as a target --------------------------------------------------------------------------

@@ -401,7 +401,7 @@ class FolderContainer(Container):
         return [
             (f"{item.file}: {item.name}", item.offset, item.length)
             for metadata in self.metadata.values()
-            for item in metadata.items
+            for item in metadata.items()
         ]
 
     def notes(self) -> list[str]:
@@ -409,11 +409,11 @@ class FolderContainer(Container):
 
     def _notes(self) -> Iterator[str]:
         found = self.metadata.values()
-        needed = dict.fromkeys(item.file for metadata in found for item in metadata.items)
+        needed = dict.fromkeys(item.file for metadata in found for item in metadata.items())
         if len(found) > 1:
             yield f"{len(found)} ranks, each with a checkpoint of its own"
         for metadata in found:
-            yield from (f"{name}: it has no location" for name in metadata.missing)
+            yield from (f"{name}: it has no location" for name in metadata.missing())
         for name in needed:
             if self.sizes.get(name) is None:
                 yield f"{name}: the file is missing"

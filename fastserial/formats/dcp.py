@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ from fastserial.checksums import check_crc, crc32
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.pickles import Budget, Call, Decoded, Global, Limits, Mapping, decode
 from fastserial.formats.source import BytesSource, ByteStream, is_path, naming
-from fastserial.formats.tensors import ITEM_BYTES, LARGEST, MOST_DIMENSIONS, element_count
+from fastserial.formats.stored import Box, Chunk, StoredTensor
+from fastserial.formats.tensors import LARGEST, MOST_DIMENSIONS, element_count
 from fastserial.interrupts import ours
 
 METADATA_NAME = re.compile(r"(?:__\d+)?\.metadata", re.ASCII)  # of all ranks, or of one
@@ -54,8 +55,8 @@ class Known(NamedTuple):
     """What our writer knew of an item.
 
     Attributes:
-        start: offset of its bytes in the item; None: only `torch.load` can find it.
-        crc: CRC-32 of the tensor's bytes, or without `start` of the whole item; None: not taken.
+        start: offset of its elements in the item; None: only `torch.load` can find it.
+        crc: CRC-32 of the elements' bytes, of a value of all bytes; None: not taken.
         strides: of a tensor that is not contiguous.
     """
 
@@ -64,91 +65,37 @@ class Known(NamedTuple):
     strides: tuple[int, ...] | None = None
 
 
-class Chunk(NamedTuple):
-    """A chunk of a tensor: the elements from `offsets` on, `sizes` of them in each dimension."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """How many elements it has."""
-        return element_count(self.sizes) or 0
-
-
-class Stored(NamedTuple):
-    """A tensor: name of its dtype (`float32`), shape, and its chunks."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def numel(self) -> int:
-        """How many elements it has."""
-        return element_count(self.shape) or 0
-
-
-class Item(NamedTuple):
-    """A chunk of a tensor, or a value, and its location.
-
-    Attributes:
-        key: of the tensor or value.
-        chunk: its elements; None: it is a value, pickled.
-        dtype: of the tensor; None: it is a value.
-        file: name of the file in the folder.
-        offset, length: of the item there (bytes).
-        known: what our writer knew of it, None from another writer.
-        is_extended: an extension of stock's writer, such as a compression, processed it.
-    """
-
-    key: str
-    chunk: Chunk | None
-    dtype: str | None
-    file: str
-    offset: int
-    length: int
-    known: Known | None
-    is_extended: bool
-
-    @property
-    def name(self) -> str:
-        """Its name in errors."""
-        if self.chunk is None or not any(self.chunk.offsets):
-            return self.key
-        return f"{self.key} at {list(self.chunk.offsets)}"
-
-    @property
-    def nbytes(self) -> int | None:
-        """Bytes of the tensor's elements; None if it is a value, or of a dtype we do not know."""
-        if self.chunk is None or self.dtype not in ITEM_BYTES:
-            return None
-        return self.chunk.numel * ITEM_BYTES[self.dtype]
-
-
 @dataclass(slots=True)
 class Metadata:
     """What `.metadata` says.
 
     Attributes:
         tensors: by key, in the order of the file.
-        values: keys of what is no tensor.
+        values: what is no tensor, by key.
         paths: the paths of keys in the nested state, as far as they are given.
-        items: all chunks and values that have a location.
-        missing: names of chunks and values that have none.
         version: of the layout.
         framed: it has a checksum (which is right).
         globals: the names that unpickling it would import.
     """
 
-    tensors: dict[str, Stored]
-    values: list[str]
+    tensors: dict[str, StoredTensor]
+    values: dict[str, Chunk]
     paths: dict[str, tuple[str | int, ...]]
-    items: list[Item]
-    missing: list[str]
     version: str | None
     framed: bool
     globals: frozenset[Global]
+
+    def items(self) -> Iterator[Chunk]:
+        """Yield all chunks and values that have a location."""
+        return (chunk for chunk in self._chunks() if chunk.file)
+
+    def missing(self) -> Iterator[str]:
+        """Yield the names of chunks and values that have none."""
+        return (chunk.name for chunk in self._chunks() if not chunk.file)
+
+    def _chunks(self) -> Iterator[Chunk]:
+        yield from (chunk for tensor in self.tensors.values() for chunk in tensor.chunks)
+        yield from self.values.values()
 
 
 def parse(pickled: bytes, path: str) -> Metadata:
@@ -173,13 +120,12 @@ def parse(pickled: bytes, path: str) -> Metadata:
         ) from error
 
 
-_Location = tuple[str, int, int, "Known | None", bool]
-_NOWHERE: _Location = ("", 0, 0, None, False)
+_Place = tuple[str, tuple[int, ...] | None]  # a key; of a tensor, where a chunk begins
 
 
 def _metadata(found: Decoded, framed: bool, budget: Budget) -> Metadata:
     whole = _attributes(found.value, "Metadata", budget)
-    locations: dict[tuple[str, tuple[int, ...] | None], _Location] = {}
+    locations: dict[_Place, Chunk] = {}
     for index, location in _pairs(whole.get("storage_data") or Mapping()):
         named = _attributes(index, "MetadataIndex", budget)
         offset = named.get("offset")
@@ -188,24 +134,21 @@ def _metadata(found: Decoded, framed: bool, budget: Budget) -> Metadata:
         locations[_key(named["fqn"]), where] = _location(location, budget)
     version, paths = whole.get("version"), _paths(whole.get("planner_data"), budget)
     version = version if type(version) is str else None
-    made = Metadata({}, [], paths, [], [], version, framed, found.globals)
+    made = Metadata({}, {}, paths, version, framed, found.globals)
+
+    def item(key: str, box: Box | None, dtype: str | None) -> Chunk:
+        known = locations.pop((key, box and box.offsets), _NOWHERE)
+        budget.spend(_ITEM_COST + _CHARACTER_COST * (len(key) + len(known.file)))
+        return known._replace(box=box, dtype=dtype, key=key)
+
     for name, entry in _pairs(whole["state_dict_metadata"]):
-        key, dtype = _key(name), None
-        chunks: Sequence[Chunk | None] = (None,)
+        key = _key(name)
         if _class(entry) == "BytesStorageMetadata":
-            made.values.append(key)
+            made.values[key] = item(key, None, None)
         else:
-            stored = made.tensors[key] = _stored(entry, budget)
-            dtype, chunks = stored.dtype, stored.chunks
-        for chunk in chunks:
-            known = locations.pop((key, chunk and chunk.offsets), None)
-            names = len(key) + len(known[0] if known else "")
-            budget.spend(_ITEM_COST + _CHARACTER_COST * names)
-            item = Item(key, chunk, dtype, *(known or _NOWHERE))
-            if known is None:
-                made.missing.append(item.name)
-            else:
-                made.items.append(item)
+            dtype, shape, boxes = _stored(entry, budget)
+            chunks = tuple(item(key, box, dtype) for box in boxes)
+            made.tensors[key] = StoredTensor(key, dtype, shape, chunks)
     return made
 
 
@@ -215,7 +158,8 @@ def _key(value: Any) -> str:
     return value
 
 
-def _stored(entry: Any, budget: Budget) -> Stored:
+def _stored(entry: Any, budget: Budget) -> tuple[str, tuple[int, ...], list[Box]]:
+    """Return dtype and shape of a tensor, and of which elements its chunks are."""
     fields = _attributes(entry, "TensorStorageMetadata", budget)
     properties = fields["properties"]
     state = properties.state[-1]
@@ -227,33 +171,36 @@ def _stored(entry: Any, budget: Budget) -> Stored:
     if type(chunks) is not list:
         raise TypeError("it has no list of chunks")
     budget.spend(len(chunks) * (_ENTRY_COST + _DIMENSION_COST * len(shape)))
-    made = tuple(_chunk(chunk, len(shape), budget) for chunk in chunks)
-    return Stored(dtype.name, shape, made)
+    return dtype.name, shape, [_box(chunk, len(shape), budget) for chunk in chunks]
 
 
-def _chunk(value: Any, dimensions: int, budget: Budget) -> Chunk:
+def _box(value: Any, dimensions: int, budget: Budget) -> Box:
     fields = _attributes(value, "ChunkStorageMetadata", budget)
-    found = Chunk(_size(fields["offsets"]), _shape(fields["sizes"]))
+    found = Box(_size(fields["offsets"]), _shape(fields["sizes"]))
     if not len(found.offsets) == len(found.sizes) == dimensions:
         raise ValueError("a chunk has other dimensions than its tensor")
     return found
 
 
-def _location(value: Any, budget: Budget) -> _Location:
+_NOWHERE = Chunk(None, None, "", 0, 0)
+
+
+def _location(value: Any, budget: Budget) -> Chunk:
     fields = _attributes(value, "_StorageInfo", budget)
     file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
     if type(file) is not str or not (_is_size(offset) and _is_size(length)):
         raise TypeError("a location is invalid")
     if not is_path(file):
         raise ValueError("no file can have this name")
-    noted, known = fields.get("fastserial"), None
+    noted, known = fields.get("fastserial"), Known(None, None)
     if type(noted) is tuple and len(noted) == len(Known._fields):
         start, crc, strides = noted
         sound = (start is None or _is_size(start)) and (crc is None or _is_size(crc))
         if not sound:
             raise TypeError("what the writer knew is damaged")
         known = Known(start, crc, None if strides is None else _size(strides))
-    return file, offset, length, known, bool(fields.get("transform_descriptors"))
+    extended = bool(fields.get("transform_descriptors"))
+    return Chunk(None, None, file, offset, length, known.start, known.strides, known.crc, extended)
 
 
 def _paths(value: Any, budget: Budget) -> dict[str, tuple[str | int, ...]]:

@@ -386,8 +386,8 @@ class FastFileReader:
         self.name, self.fd = _open(source, name, self._files)
         self._closed = False
         try:
-            self._stamp = _stamp_of_file(self.fd, self.name)
-            self.size = self._stamp.size
+            self.stamp = _stamp_of_file(self.fd, self.name)
+            self.size = self.stamp.size
             self._bar = ProgressBar(self.name) if self.config.progress else None
             shown = self._bar.update if self._bar is not None else None
             self.blocks = Pump(self.fd, self.size, self.config, shown, self._files)
@@ -456,7 +456,7 @@ class FastFileReader:
                     path=self.name,
                     offset=extent.offset,
                 )
-        with _translated(self.name):
+        with translated(self.name):
             if extents:
                 self._read(extents)
             self.check_unchanged()
@@ -482,11 +482,7 @@ class FastFileReader:
         Raises:
             CorruptCheckpointError: its size is another, or its time of modification and its ends.
         """
-        _refuse_changed(self._stamp, self.fd, self.name)
-
-    def translated(self) -> contextlib.AbstractContextManager[None]:
-        """Give errors of the body the file's name."""
-        return _translated(self.name)
+        _refuse_changed(self.stamp, self.fd, self.name)
 
     def close(self) -> None:
         """Close the file, waiting only for reads in progress. Idempotent."""
@@ -508,6 +504,11 @@ class OccasionalReader:
 
     Calls are independent: threads, signal handlers and forked children may read at the same time.
     Few bytes are read by the caller's thread, more by a `FastFileReader` that ends with the call.
+
+    Attributes:
+        name: its path.
+        fd: its descriptor.
+        stamp: its state when it was opened.
     """
 
     def __init__(self, path: str | os.PathLike[str], config: Config | None = None) -> None:
@@ -523,9 +524,9 @@ class OccasionalReader:
         self.name = os.fspath(path)
         self._config = config if config is not None else current()
         self._files: Descriptors | None = Descriptors()
-        self.fd = self._files.open(self.name, os.O_RDONLY)
+        self.fd = self._files.open(self.name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is refused
         try:
-            self._stamp = _stamp_of_file(self.fd, self.name)
+            self.stamp = _stamp_of_file(self.fd, self.name)
         except BaseException:
             self._files.close()
             raise
@@ -550,12 +551,20 @@ class OccasionalReader:
         if nbytes <= self._config.small_file and all(
             isinstance(extent.sink, HostSink) for extent in extents
         ):
-            with _translated(self.name):
+            with translated(self.name):
                 fill_each(extents, lambda view, offset: read_to(view, self.fd, offset))
         else:
             with FastFileReader(self.fd, self._config, self.name) as reader:
                 reader.read_into(extents)
-        _refuse_changed(self._stamp, self.fd, self.name)
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Raise if the file was written to since it was opened.
+
+        Raises:
+            CorruptCheckpointError: its size is another, or its time of modification and its ends.
+        """
+        _refuse_changed(self.stamp, self.fd, self.name)
 
     def close(self) -> None:
         """Close the file, once reads in progress in other threads are done. Idempotent."""
@@ -580,7 +589,7 @@ def _refuse_changed(before: FileStamp, fd: int, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _translated(name: str) -> Iterator[None]:
+def translated(name: str) -> Iterator[None]:
     """Give errors of the body the file's name."""
     try:
         with naming(name):
@@ -598,7 +607,7 @@ def _open(
     """Return the name and a new descriptor of the file."""
     if isinstance(source, str | os.PathLike):
         path = os.fspath(source)
-        return name or path, files.open(path, os.O_RDONLY)
+        return name or path, files.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is refused
     fd = source if isinstance(source, int) else source.fileno()
     text = name or file_name(source, fd)
     try:

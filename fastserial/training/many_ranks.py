@@ -20,7 +20,7 @@ import torch
 from fastserial.checksums import check_crc, crc32
 from fastserial.config import options
 from fastserial.distributed.onefile.background import start_save
-from fastserial.distributed.onefile.loader import LoadTask, load_file
+from fastserial.distributed.onefile.loader import load_file
 from fastserial.distributed.ranks.call import RankCall
 from fastserial.distributed.ranks.group import Traffic, collective
 from fastserial.distributed.sharding.file_index import index_of_file
@@ -171,7 +171,6 @@ class ManyRanks(SingleProcess):
                 wanted.strict,
                 True,
                 self._timeout,
-                LoadTask,
                 beside,
                 select,
             )

@@ -6,7 +6,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from itertools import product
+from itertools import count, pairwise, product
 from typing import Any
 from unittest import mock
 
@@ -16,15 +16,17 @@ from hypothesis import strategies as st
 from support.forms import FULL
 from support.simulated_ranks import Network
 
+from fastserial.checkpoints.convert import name_of
+from fastserial.config import current
 from fastserial.distributed.layout import slabs
 from fastserial.distributed.load import read_plan
 from fastserial.distributed.load.read_plan import ReadPlan
-from fastserial.distributed.load.reader import grids_of
+from fastserial.distributed.load.reader import Arrays, divided_jobs
 from fastserial.distributed.load.wanted import Demands, demands_of, texts_of
 from fastserial.distributed.plan.matching import TensorMatch
 from fastserial.distributed.ranks.distinct import FromRanks, gather_distinct
 from fastserial.distributed.ranks.group import Traffic
-from fastserial.distributed.reading.part_reader import ReadTarget
+from fastserial.distributed.reading.files import StoredFiles
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.file_index import FileTensor
 from fastserial.distributed.sharding.grid import Grid
@@ -36,9 +38,16 @@ from fastserial.distributed.sharding.pieces import (
     TensorSpec,
     boxes_on,
 )
+from fastserial.formats.stored import Chunk, whole_box
 from fastserial.formats.tensors import contiguous_stride
 
 NONE = torch.empty(0)
+MEMORY, PLACES = torch.empty(1 << 16, dtype=torch.uint8), count()
+
+
+def a_view(box: Box) -> torch.Tensor:
+    """Return a tensor at another place than all before."""
+    return MEMORY.as_strided(box.sizes, [0] * len(box.sizes), next(PLACES) % len(MEMORY))
 
 
 def told(said: list[list[bytes]]) -> list[list[FromRanks]]:
@@ -87,14 +96,50 @@ def random_holdings(chance: random.Random, size: int, tensor: FileTensor) -> lis
     return found
 
 
+def no_files() -> StoredFiles:
+    """One file, which nobody opens."""
+    files = StoredFiles("", current())
+    files.names = [""]
+    return files
+
+
+def in_memory_order(shape: tuple[int, ...], turned: bool) -> tuple[int, ...]:
+    if turned:
+        return tuple(reversed(contiguous_stride(tuple(reversed(shape)))))
+    return contiguous_stride(shape)
+
+
+def random_chunks(chance: random.Random, shape: tuple[int, ...]) -> list[Box]:
+    """Return a tensor in one piece, or cut along some of its dimensions."""
+    cuts = []
+    for size in shape:
+        count = chance.choice([1, 1, 2, 3]) if chance.random() < 0.5 else 1
+        inner = sorted(chance.sample(range(1, size), min(count, size) - 1)) if size > 1 else []
+        cuts.append(list(pairwise([0, *inner, size])))
+    return [
+        Box(tuple(first for first, _ in spans), tuple(stop - first for first, stop in spans))
+        for spans in product(*cuts)
+    ]
+
+
 def random_tensor(chance: random.Random, number: int, offset: int) -> FileTensor:
-    """Return one as it lies in a file: sometimes transposed."""
+    """Return one as it lies in files: sometimes transposed, sometimes in several chunks."""
     shape = tuple(chance.choice([1, 2, 3, 5, 8, 17]) for _ in range(chance.randrange(4)))
-    stride = contiguous_stride(shape)
-    if chance.random() < 0.3:
-        stride = tuple(reversed(contiguous_stride(tuple(reversed(shape)))))
     dtype = chance.choice([torch.uint8, torch.float32, torch.complex128])
-    return FileTensor(number, dtype, shape, stride, offset)
+    chunks: list[Chunk] = []
+    for box in random_chunks(chance, shape):
+        strides = in_memory_order(box.sizes, chance.random() < 0.3)
+        chunks.append(Chunk(box, name_of(dtype), "", offset, 0, strides=strides))
+        offset += box.numel * dtype.itemsize
+        offset += chance.choice([0, 64, 5000]) + -offset % 16
+    return FileTensor(number, dtype, shape, tuple(chunks))
+
+
+def end_of(tensor: FileTensor) -> int:
+    """Return where the last chunk of a tensor ends, with some space."""
+    last = tensor.chunks[-1]
+    end = last.offset + last.elements.numel * tensor.dtype.itemsize
+    return end + -end % 16
 
 
 def elements(grid: Grid, box: Box) -> set[int]:
@@ -114,32 +159,25 @@ class Job:
         offset = 64
         for number in range(chance.randint(1, 6)):
             tensors.append(random_tensor(chance, number, offset))
-            offset += torch.Size(tensors[-1].shape).numel() * tensors[-1].itemsize
-            offset += chance.choice([0, 64, 5000]) + -offset % 16
-        self.grids = grids_of([((one.number,), one) for one in tensors])
+            offset = end_of(tensors[-1])
+        arrays = Arrays([((one.number,), one) for one in tensors], no_files())
         jobs: list[list[TensorMatch]] = [[] for _ in range(size)]
         for tensor in tensors:
             for rank, ways in enumerate(random_holdings(chance, size, tensor)):
                 for held in ways:
                     spec = TensorSpec(tensor.shape, tensor.dtype, held)
-                    parts = [(box, NONE) for box in boxes_on(spec, rank)]
+                    parts = [(box, a_view(box)) for box in boxes_on(spec, rank)]
                     jobs[rank].append(TensorMatch(tensor, Holding(spec, NONE, parts)))
         for some in jobs:
             chance.shuffle(some)
-        heard = told([texts_of(some, self.grids) for some in jobs])
-        self.targets = [
-            [
-                ReadTarget(self.grids[tensor.number], self.grids[tensor.number].box_of(box), view)
-                for tensor, held in some
-                for box, view in held.parts
-            ]
-            for some in jobs
-        ]
+        divided = [divided_jobs(some, arrays) for some in jobs]
+        assert not any(one.odd for one in divided)
+        heard = told([texts_of(one.jobs, arrays.number_of) for one in divided])
+        self.targets = [one.targets for one in divided]
+        self.grids = {grid.offset: grid for one in divided for grid in one.grids}
         self.plans = [
-            ReadPlan(
-                self.grids.values(), self.targets[rank], Demands(demands_of(heard[rank])), rank
-            )
-            for rank in range(size)
+            ReadPlan(one.grids, one.targets, Demands(demands_of(heard[rank])), rank)
+            for rank, one in enumerate(divided)
         ]
 
     def read(self) -> Iterator[tuple[int, int, set[int]]]:
@@ -147,11 +185,11 @@ class Job:
         for rank, plan in enumerate(self.plans):
             mine: dict[int, set[int]] = {}
             for target in plan.alone:
-                some = mine.setdefault(target.grid.tensor.number, set())
+                some = mine.setdefault(target.grid.offset, set())
                 some |= elements(target.grid, target.box)
             for step in plan.steps():
                 for piece in plan.own_window(*step):
-                    some = mine.setdefault(piece.grid.tensor.number, set())
+                    some = mine.setdefault(piece.grid.offset, set())
                     assert some.isdisjoint(range(piece.first, piece.stop))
                     some.update(range(piece.first, piece.stop))
             for number, some in mine.items():
@@ -167,19 +205,19 @@ class Job:
     def check_arrivals(self) -> None:
         """Each rank gets what it wants, once: from its own reads, or from one other rank."""
         for rank, plan in enumerate(self.plans):
-            wanted = {(one.grid.tensor.number, one.box) for one in self.targets[rank]}
+            wanted = {(one.grid.offset, one.box) for one in self.targets[rank]}
             came: Counter[tuple[int, Box, int]] = Counter()
-            alone = {(one.grid.tensor.number, one.box) for one in plan.alone}
+            alone = {(one.grid.offset, one.box) for one in plan.alone}
             for number, box in alone:
                 came.update((number, box, at) for at in elements(self.grids[number], box))
             for step in plan.steps():
                 for piece in plan.own_window(*step):
-                    number = piece.grid.tensor.number
+                    number = piece.grid.offset
                     for box in (box for where, box in wanted if where == number):
                         for part in piece.within(box):
                             came.update((number, box, at) for at in elements(piece.grid, part))
                 for _, grid, box, part in plan.receives(*step):
-                    number = grid.tensor.number
+                    number = grid.offset
                     came.update((number, box, at) for at in elements(grid, part))
             assert set(came.values()) <= {1}
             assert set(came) == {
@@ -198,9 +236,9 @@ class Job:
             assert len(set(keys)) == len(keys)
             for key, (group, number) in zip(keys, plan.steps(), strict=True):
                 for to, piece, part in plan.sends(group, number):
-                    sent.setdefault((rank, to), []).append((key, piece.grid.tensor.number, part))
+                    sent.setdefault((rank, to), []).append((key, piece.grid.offset, part))
                 for owner, grid, _, part in plan.receives(group, number):
-                    expected.setdefault((owner, rank), []).append((key, grid.tensor.number, part))
+                    expected.setdefault((owner, rank), []).append((key, grid.offset, part))
         assert sent == expected
         return sum(map(len, sent.values()))
 
@@ -211,7 +249,7 @@ class Job:
                 at = 0
                 for piece in plan.own_window(group, number):
                     assert piece.at >= at
-                    item = piece.grid.tensor.itemsize
+                    item = piece.grid.itemsize
                     assert piece.at % item == 0
                     at = piece.at + (piece.stop - piece.first) * item
                 assert at <= group.window_bytes <= group.size
@@ -249,23 +287,24 @@ def calls_of_a_plan(size: int, tensors: int) -> int:
     jobs = []
     for number in range(tensors):
         spec = TensorSpec(shapes[number % 3], torch.float32, meshes[number % 5])
-        stride = contiguous_stride(spec.shape)
-        tensor = FileTensor(number, spec.dtype, spec.shape, stride, number << 26)
+        chunk = Chunk(whole_box(spec.shape), "float32", "", number << 26, 0)
+        tensor = FileTensor(number, spec.dtype, spec.shape, (chunk,))
         jobs.append(TensorMatch(tensor, Holding(spec, NONE, [])))
-    grids = grids_of([((), job.tensor) for job in jobs])
-    count = 0
+    arrays = Arrays([((), job.tensor) for job in jobs], no_files())
+    calls = 0
 
     def counting(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
+        nonlocal calls
+        calls += event == "call"
 
     sys.setprofile(counting)
     try:
-        found = [FromRanks(text, ranks) for text in texts_of(jobs, grids)]
-        ReadPlan(grids.values(), [], Demands(demands_of(found)), size // 2)
+        divided = divided_jobs(jobs, arrays)
+        found = [FromRanks(text, ranks) for text in texts_of(divided.jobs, arrays.number_of)]
+        ReadPlan(divided.grids, [], Demands(demands_of(found)), size // 2)
     finally:
         sys.setprofile(None)
-    return count
+    return calls
 
 
 def test_another_tensor_costs_the_same_with_many_ranks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 from fastserial.checkpoints.verify.file_list import is_file_name
@@ -13,7 +14,8 @@ from fastserial.checksums import crc_mismatch
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.container import FolderContainer, ZipContainer
-from fastserial.formats.dcp import Item, Metadata
+from fastserial.formats.dcp import Metadata
+from fastserial.formats.stored import Chunk
 from fastserial.formats.zip_format import END, END_SIGNATURE, LOCAL_SIGNATURE
 from fastserial.interrupts import Descriptors, cleanup, ours
 from fastserial.progress import ProgressBar
@@ -57,7 +59,7 @@ def verify_folder(path: str, config: Config, report: VerifyReport) -> bool:
             continue
         report.format = folder.format
         _check_metadata(metadata, name, report)
-        needed |= _ItemChecks(path, config, report).check(metadata.items)
+        needed |= _ItemChecks(path, config, report).check(metadata.items())
     spare = [name for name in folder.shards if name not in needed]
     if spare and report.format is not None:
         shown = ", ".join(spare[:_SHOWN]) + (", ..." if len(spare) > _SHOWN else "")
@@ -67,12 +69,11 @@ def verify_folder(path: str, config: Config, report: VerifyReport) -> bool:
 
 def _check_metadata(metadata: Metadata, name: str, report: VerifyReport) -> None:
     """Check that all chunks have a location, and that they cover their tensors."""
-    for item in metadata.missing:
+    for item in metadata.missing():
         report.add(Problem("missing", "the metadata has no location for it", item, file=name))
     for key, stored in metadata.tensors.items():
-        held = sum(chunk.numel for chunk in stored.chunks)
-        if held != stored.numel:
-            text = f"its chunks have {held} elements, the tensor {stored.numel}"
+        if stored.held != stored.numel:
+            text = f"its chunks have {stored.held} elements, the tensor {stored.numel}"
             report.add(Problem("missing", text, key, None, (key,), name))
     if not metadata.framed:
         report.without_checksums(f"{name} has no checksum, since fastserial did not write it")
@@ -88,12 +89,12 @@ class _ItemChecks:
         self._report = report
         self._counts: Counter[str] = Counter()
 
-    def check(self, items: list[Item]) -> set[str]:
+    def check(self, items: Iterable[Chunk]) -> set[str]:
         """Check all items; return the names of their files."""
-        files: dict[str, list[Item]] = {}
+        files: dict[str, list[Chunk]] = {}
         for item in items:
             files.setdefault(item.file, []).append(item)
-        self._bar.expect(sum(item.length for item in items))
+        self._bar.expect(sum(item.length for inside in files.values() for item in inside))
         with cleanup(self._bar.close):
             for name, inside in sorted(files.items()):
                 self._report.records += len(inside)
@@ -108,7 +109,7 @@ class _ItemChecks:
             self._report.notes.append(f"{self._counts[_OTHER_DTYPE]} {_OTHER_DTYPE}")
         return set(files)
 
-    def _check_file(self, name: str, items: list[Item]) -> None:
+    def _check_file(self, name: str, items: list[Chunk]) -> None:
         if not is_file_name(name):
             text = "the metadata names a file that cannot be in the folder"
             self._report.add(Problem("directory", text, file=name))
@@ -117,7 +118,7 @@ class _ItemChecks:
             with Descriptors() as opened:
                 fd = opened.open(os.path.join(self._path, name), os.O_RDONLY | os.O_NONBLOCK)
                 size = os.fstat(fd).st_size
-                before: Item | None = None  # of those so far, the one that ends last
+                before: Chunk | None = None  # of those so far, the one that ends last
                 for item in items:
                     self._bar.update(item.length)
                     if before is not None and item.offset < before.offset + before.length:
@@ -142,34 +143,33 @@ class _ItemChecks:
             text = f"it cannot be read: {error.strerror}"
             self._report.add(Problem("read", text, file=name))
 
-    def _add(self, item: Item, kind: str, message: str, offset: int = 0) -> None:
+    def _add(self, item: Chunk, kind: str, message: str, offset: int = 0) -> None:
         where = item.offset + offset
         self._report.add(Problem(kind, message, item.name, where, (item.key,), item.file))
 
-    def _check_item(self, fd: int, item: Item) -> None:
+    def _check_item(self, fd: int, item: Chunk) -> None:
         held = FilePart(fd, item.file, self._config, item.offset, item.length)
         last = max(0, item.length - END.size)
         head = held.source.read_at(0, min(len(LOCAL_SIGNATURE), item.length))
         tail = held.source.read_at(last, item.length - last)
         is_archive = head == LOCAL_SIGNATURE or tail.startswith(END_SIGNATURE)
-        if (item.nbytes or 0) > item.length and not (is_archive and _is_self_describing(item)):
+        if (item.nbytes or 0) > item.length and not (is_archive and item.start is None):
             self._add(item, "storage", _FEWER_BYTES)
         elif is_archive:
             self._check_archive(held, item)
         else:
             self._check_bytes(held, item)
 
-    def _check_bytes(self, held: FilePart, item: Item) -> None:
+    def _check_bytes(self, held: FilePart, item: Chunk) -> None:
         """Compare the CRC-32 of an item that is no archive."""
-        known = item.known
-        if known is None or known.crc is None:
+        if item.crc is None:
             self._counts[_BARE] += 1
             return
-        if item.chunk is not None and item.nbytes is None:
+        if item.box is not None and item.nbytes is None:
             self._counts[_UNKNOWN] += 1
             return
-        length = item.length if item.nbytes is None or known.start is None else item.nbytes
-        start = known.start or 0
+        length = item.length if item.nbytes is None or item.start is None else item.nbytes
+        start = item.start or 0
         if start + length > item.length:
             self._add(item, "storage", _FEWER_BYTES)
             return
@@ -178,9 +178,9 @@ class _ItemChecks:
             self._add(item, "read", f"cannot be read: {crc.strerror}", start)
             return
         self._report.checked_bytes += length
-        self._compare_crc(item, "damaged", crc, known.crc, start)
+        self._compare_crc(item, "damaged", crc, item.crc, start)
 
-    def _check_archive(self, held: FilePart, item: Item) -> None:
+    def _check_archive(self, held: FilePart, item: Chunk) -> None:
         """Check an item that is an archive of `torch.save`."""
         found = VerifyReport(item.name)
         try:
@@ -203,44 +203,36 @@ class _ItemChecks:
         if found.no_checksums and not found.found:
             self._counts[_BARE] += 1
 
-    def _compare(self, held: FilePart, item: Item) -> None:
+    def _compare(self, held: FilePart, item: Chunk) -> None:
         """Compare a whole archive with what the metadata says of it."""
-        crc = item.known.crc if item.known is not None else None
-        if item.chunk is None:
-            if crc is not None:
+        if item.box is None:
+            if item.crc is not None:
                 (found,) = held.checksums([(0, item.length)])
-                self._compare_crc(item, _OF_ANOTHER, found, crc)
+                self._compare_crc(item, _OF_ANOTHER, found, item.crc)
             return
         outline = ZipContainer(held.source).outline
         if outline.notes or [tensor.key for tensor in outline.tensors] != [""]:
             return  # only torch knows how the tensor is saved
         (tensor,) = outline.tensors
-        if tensor.shape == item.chunk.sizes and tensor.dtype == item.dtype:
+        if tensor.shape == item.box.sizes and tensor.dtype == item.dtype:
             storage = outline.storages.get(tensor.storage or "")
-            if storage is not None and storage.crc is not None and crc and item.nbytes:
-                self._compare_crc(item, _OF_ANOTHER, storage.crc, crc)
-        elif tensor.shape == item.chunk.sizes and _is_self_describing(item):
+            if storage is not None and storage.crc is not None and item.crc and item.nbytes:
+                self._compare_crc(item, _OF_ANOTHER, storage.crc, item.crc)
+        elif tensor.shape == item.box.sizes and item.start is None:  # a load takes the item's dtype
             self._counts[_OTHER_DTYPE] += 1
         else:
             text = f"a {tensor.dtype} {list(tensor.shape)}, the metadata says {item.dtype}"
-            self._add(item, "storage", f"{_OF_ANOTHER}: {text} {list(item.chunk.sizes)}")
+            self._add(item, "storage", f"{_OF_ANOTHER}: {text} {list(item.box.sizes)}")
 
     def _compare_crc(
-        self, item: Item, what: str, found: int | OSError | None, expected: int, start: int = 0
+        self, item: Chunk, what: str, found: int | OSError | None, expected: int, start: int = 0
     ) -> None:
         mismatch = crc_mismatch(None if isinstance(found, OSError) else found, expected)
         if mismatch is not None:
             self._add(item, "checksum", f"{what}: {mismatch}", start)
 
 
-def _is_same_data(one: Item, other: Item) -> bool:
+def _is_same_data(one: Chunk, other: Chunk) -> bool:
     """Return whether items are one in the file, and everything else said of them is the same."""
-    place = (one.offset, one.length, one.dtype, one.known, one.is_extended)
-    if place != (other.offset, other.length, other.dtype, other.known, other.is_extended):
-        return False
-    return (one.chunk and one.chunk.sizes) == (other.chunk and other.chunk.sizes)
-
-
-def _is_self_describing(item: Item) -> bool:
-    """Return whether a load takes dtype and shape from the item, not from the metadata."""
-    return item.known is None or item.known.start is None
+    first, second = (item._replace(key="", box=None) for item in (one, other))
+    return first == second and (one.box and one.box.sizes) == (other.box and other.box.sizes)

@@ -1,4 +1,4 @@
-"""Which rank reads which part of a file: by formula, each rank for itself.
+"""Which rank reads which part of a checkpoint: by formula, each rank for itself.
 
 What one rank wants alone it reads itself. What several want is cut into slabs; those that the same
 ranks want are put in a row, of which each of these ranks reads an equal range, a window at a time.
@@ -9,7 +9,8 @@ it looks at nothing but what it wants itself. No element is read by two ranks.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from math import prod
 
 from fastserial.distributed.load.wanted import Demands
 from fastserial.distributed.reading.part_reader import ReadTarget, Window, WindowPiece
@@ -45,7 +46,7 @@ class ReadGroup:
     def add(self, grid: Grid, first: int, stop: int) -> None:
         """Add elements [first, stop) of an array; all members add the same in the same order."""
         self._slabs.append((grid, first, stop))
-        nbytes = (stop - first) * grid.tensor.itemsize
+        nbytes = (stop - first) * grid.itemsize
         nbytes += -nbytes % _ALIGN
         self._starts.append(self._starts[-1] + nbytes)
         self._grain = max(self._grain, _grain(nbytes))
@@ -74,7 +75,7 @@ class ReadGroup:
         at = bisect_right(self._starts, low) - 1
         while low < high and at < len(self._slabs) and self._starts[at] < high:
             grid, first, stop = self._slabs[at]
-            item, start = grid.tensor.itemsize, self._starts[at]
+            item, start = grid.itemsize, self._starts[at]
             begin = max(low, start)
             end = min(stop, first + (high - start) // item)
             begun = first + (begin - start) // item
@@ -100,44 +101,53 @@ def _grain(nbytes: int) -> int:
 
 
 class ReadPlan:
-    """What this rank reads of one file, and what it gets from others.
+    """What this rank reads of a checkpoint, and what it gets from others.
 
     Attributes:
         alone: what it reads for itself.
-        shared: what it gets through windows, by the arrays' numbers.
+        shared: what it gets through windows, by the arrays.
         groups: of these, in the same order on all their members.
+        whole: arrays of which more is read than is wanted: all that has their checksum.
     """
 
     def __init__(
         self,
-        grids: Iterable[Grid],
+        grids: Collection[Grid],
         targets: Iterable[ReadTarget],
         demands: Demands | None,
         rank: int,
+        verify: bool = False,
     ) -> None:
         """Plan.
 
         Args:
-            grids: the arrays of the file.
+            grids: the arrays of which this rank may want some.
             targets: what this rank wants of them.
             demands: of all ranks; None: each reads what it wants.
             rank: this one.
+            verify: where a chunk has a checksum, read all of it if anything.
         """
         self.alone: list[ReadTarget] = []
-        self.shared: dict[int, list[ReadTarget]] = {}
+        self.shared: dict[Grid, list[ReadTarget]] = {}
         self.groups: list[ReadGroup] = []
+        self.whole: set[Grid] = set()
+        self._verified = {grid for grid in grids if verify and grid.chunk.crc is not None}
         self._rank = rank
         self._groups: dict[int, ReadGroup] = {}  # by the `id` of their members
         self._known: dict[object, tuple[int, int, tuple[int, ...]] | None] = {}
         self._demands = Demands({}) if demands is None else demands
         if demands is None:
             self.alone += targets
+            self.whole = self._verified  # nobody knows what the others read
             return
-        wanted: dict[int, list[ReadTarget]] = {}
+        wanted: dict[Grid, list[ReadTarget]] = {}
         for target in targets:
-            wanted.setdefault(target.grid.tensor.number, []).append(target)
-        for grid in sorted(grids, key=lambda grid: (grid.tensor.offset, grid.tensor.number)):
-            mine = wanted.get(grid.tensor.number, [])
+            if target.grid.tensor.number in demands:
+                wanted.setdefault(target.grid, []).append(target)
+            else:
+                self.alone.append(target)
+        for grid in sorted(grids, key=lambda grid: (grid.offset, grid.tensor.number)):
+            mine = wanted.get(grid, [])
             for first, stop, members in self._slabs(grid):
                 self._take(grid, first, stop, members, mine)
         self.groups = sorted(
@@ -186,7 +196,7 @@ class ReadPlan:
         if len(members) == 1:
             self.alone += here
             return
-        self.shared.setdefault(grid.tensor.number, []).extend(here)
+        self.shared.setdefault(grid, []).extend(here)
         group = self._groups.get(id(members))
         if group is None:
             group = self._groups[id(members)] = ReadGroup(members)
@@ -194,11 +204,11 @@ class ReadPlan:
 
     def _slabs(self, grid: Grid) -> Iterable[tuple[int, int, tuple[int, ...]]]:
         """Return the slabs of an array that this rank wants some of: elements, and ranks."""
-        number, near = grid.tensor.number, _FINEST // grid.tensor.itemsize
+        number, near = grid.tensor.number, _FINEST // grid.itemsize
         if number not in self._demands:
             return ()
         demand = self._demands.placement_of(number)
-        if demand is None:
+        if demand is None or not grid.is_whole:
             return self._mixed(grid, near)
         key = id(demand), grid.shape, grid.order, near
         if key not in self._known:
@@ -208,31 +218,37 @@ class ReadPlan:
         return () if known is None else (known,)
 
     def _mixed(self, grid: Grid, near: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Yield the slabs of an array that is wanted in several ways: look at all boxes of it."""
-        spans = sorted(
-            (*span_of(grid.shape, box), rank)
-            for rank in self._demands.ranks_of(grid.tensor.number)
-            for box in self._demands.boxes(grid, rank)
-        )
-        for first, stop, ranks in _clusters(spans, near):
+        """Yield the slabs of an array of part of a tensor, or wanted in several ways.
+
+        It looks at all boxes that are wanted of it.
+        """
+        found = _clusters(self._demands.spans(grid), near)
+        numel = prod(grid.shape)
+        if grid in self._verified and sum(stop - first for first, stop, _ in found) < numel:
+            found = [(0, numel, set().union(*[ranks for _, _, ranks in found]))]
+            self.whole.add(grid)
+        for first, stop, ranks in found:
             if self._rank in ranks:
                 yield first, stop, self._demands.group_of(ranks)
 
 
-def _clusters(spans: Iterable[tuple[int, int, int]], near: int) -> list[tuple[int, int, set[int]]]:
+def _clusters(
+    spans: Iterable[tuple[int, int, list[int]]], near: int
+) -> list[tuple[int, int, set[int]]]:
     """Join spans of one array that overlap, and small ones with what is near them.
 
     Args:
-        spans: first element, end and rank, in order.
+        spans: first element, end and ranks, in order.
         near: elements.
     """
     found: list[tuple[int, int, set[int]]] = []
-    for first, stop, rank in spans:
+    for first, stop, some in spans:
         if found:
             begin, end, ranks = found[-1]
             small = min(stop - first, end - begin) < near
             if first < end or (small and first - end < near):
-                found[-1] = begin, max(stop, end), ranks | {rank}
+                ranks.update(some)
+                found[-1] = begin, max(stop, end), ranks
                 continue
-        found.append((first, stop, {rank}))
+        found.append((first, stop, set(some)))
     return found

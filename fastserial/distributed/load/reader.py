@@ -7,8 +7,9 @@ Who reads what, each rank knows from its plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -18,29 +19,99 @@ from fastserial.distributed.load.read_plan import ReadGroup, ReadPlan
 from fastserial.distributed.plan.matching import TensorMatch
 from fastserial.distributed.ranks.exchange import INTEGERS, Exchange
 from fastserial.distributed.ranks.group import Traffic
+from fastserial.distributed.reading.files import StoredFiles
 from fastserial.distributed.reading.part_reader import PartReader, ReadTarget
-from fastserial.distributed.sharding.boxes import Box
-from fastserial.distributed.sharding.file_index import FileTensor
+from fastserial.distributed.sharding.boxes import Box, intersect
+from fastserial.distributed.sharding.file_index import FileTensor, Record
 from fastserial.distributed.sharding.grid import Grid, grid_of
-from fastserial.loading.reader import FastFileReader
+from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.stored import Chunk, whole_box
 
 
-def grids_of(leaves: Iterable[tuple[Any, Any]]) -> dict[int, Grid]:
-    """Return the grids of the tensors among a file's leaves, by their numbers.
+class Arrays:
+    """The arrays of a checkpoint: one for each chunk of its tensors.
 
-    Tensors that are the same array of the file have the same grid.
+    Tensors that are the same array of the file have the same one.
     """
-    found: dict[int, Grid] = {}
-    same: dict[object, Grid | None] = {}
-    for _, tensor in leaves:
-        if isinstance(tensor, FileTensor) and tensor.problem is None and 0 not in tensor.shape:
-            array = tensor.offset, tensor.dtype, tensor.shape, tensor.stride, tensor.pending
-            if array not in same:
-                same[array] = grid_of(tensor)
-            grid = same[array]
-            if grid is not None:
-                found[tensor.number] = grid
-    return found
+
+    def __init__(self, leaves: Iterable[tuple[Any, Any]], files: StoredFiles) -> None:
+        """Make none yet.
+
+        Args:
+            leaves: what the checkpoint has, with paths.
+            files: its files.
+        """
+        self._files = files
+        self._first: dict[int, FileTensor] = {}
+        self._made: dict[tuple[int, Chunk], Grid | Chunk] = {}
+        same: dict[object, FileTensor] = {}
+        for _, tensor in leaves:
+            if isinstance(tensor, FileTensor) and tensor.problem is None and tensor.chunks:
+                array = tensor.chunks, tensor.dtype, tensor.pending
+                self._first[tensor.number] = same.setdefault(array, tensor)
+
+    def number_of(self, tensor: FileTensor) -> int | None:
+        """Return by which number ranks say that they want a tensor; None: each reads its own."""
+        first = self._first.get(tensor.number)
+        return None if first is None else first.number
+
+    def of(self, tensor: FileTensor, boxes: Sequence[Box]) -> list[Grid | Chunk]:
+        """Return what has some of a tensor's boxes; if the tensor is one array, that.
+
+        Returns:
+            Arrays, and chunks that are none.
+
+        Raises:
+            CorruptCheckpointError: one is damaged, or they do not make up the boxes.
+            OSError: a file cannot be read.
+        """
+        first = self._first.get(tensor.number)
+        if first is None:
+            return []
+        if len(first.chunks) == 1 and first.chunks[0].elements == whole_box(first.shape):
+            return [self._array(first, first.chunks[0])]
+        found: list[Chunk] = []
+        for box in boxes:
+            parts = [(one, part) for one in first.chunks if (part := intersect(box, one.elements))]
+            if sum(part.numel for _, part in parts) != box.numel:
+                path, key = self._files.path, first.chunks[0].key
+                raise CorruptCheckpointError("its parts do not make it up", path=path, record=key)
+            found += [one for one, _ in parts]
+        return [self._array(first, one) for one in dict.fromkeys(found)]
+
+    def _array(self, tensor: FileTensor, chunk: Chunk) -> Grid | Chunk:
+        found = self._made.get((tensor.number, chunk))
+        if found is None:
+            found = self._made[tensor.number, chunk] = array_of(tensor, chunk, self._files)
+        return found
+
+
+def array_of(tensor: FileTensor, chunk: Chunk, files: StoredFiles) -> Grid | Chunk:
+    """Return the array of a chunk that has elements.
+
+    If it is none, the chunk with the place of its elements, or without if only torch can read it.
+
+    Raises:
+        CorruptCheckpointError, OSError: as `StoredFiles.located`.
+    """
+    place = files.located(chunk)
+    dtype = getattr(torch, place.dtype or "", None) if place is not None else None
+    if place is None or not isinstance(dtype, torch.dtype):
+        return chunk._replace(start=None)
+    return grid_of(tensor, place, dtype, files.address_of(place)) or place
+
+
+class OddPart(NamedTuple):
+    """A part of a tensor that is in no array: which elements, and into what they go.
+
+    Attributes:
+        chunk: that has them; None: the tensor is held.
+    """
+
+    tensor: FileTensor
+    chunk: Chunk | None
+    box: Box
+    view: torch.Tensor
 
 
 class Jobs(NamedTuple):
@@ -48,58 +119,97 @@ class Jobs(NamedTuple):
 
     Attributes:
         targets: what it reads, or gets from others.
-        arrays: of which jobs these are, and those of which this rank has nothing.
+        jobs: whose these are, and those of tensors of which this rank has nothing.
+        grids: of these.
         odd: what only `read_odd` can read.
     """
 
     targets: list[ReadTarget]
-    arrays: list[TensorMatch]
-    odd: list[TensorMatch]
+    jobs: list[TensorMatch]
+    grids: list[Grid]
+    odd: list[OddPart]
 
 
-def divided_jobs(jobs: Sequence[TensorMatch], grids: Mapping[int, Grid]) -> Jobs:
-    """Divide the jobs of a load. Of two for the same memory it is the later one."""
-    last: dict[object, tuple[int, ReadTarget]] = {}
-    odd: list[TensorMatch] = []
-    empty: set[int] = set()
-    for number, job in enumerate(jobs):
-        grid = grids.get(job.tensor.number)
-        if grid is None:
-            odd += [job] if job.held.parts else []
-            continue
-        for box, view in job.held.parts:
-            spot = (view.device, view.data_ptr(), view.shape, view.stride(), view.dtype)
-            last.pop(spot, None)
-            last[spot] = number, ReadTarget(grid, grid.box_of(box), view)
-        if not job.held.parts:
-            empty.add(number)
-    kept = sorted(empty.union(number for number, _ in last.values()))
-    return Jobs([target for _, target in last.values()], [jobs[number] for number in kept], odd)
+def records_of(grids: Iterable[Grid]) -> list[Record]:
+    """Return the records of chunks that have a checksum each, in the order of their addresses."""
+    found: list[Record] = []
+    end = 0
+    for grid in sorted(grids, key=lambda grid: grid.offset):
+        nbytes, crc = prod(grid.shape) * grid.itemsize, grid.chunk.crc
+        if crc is not None and grid.offset >= end:  # else it is the same one
+            found.append(Record(grid.chunk.name, grid.offset, nbytes, crc))
+            end = grid.offset + nbytes
+    return found
 
 
-def read_odd(jobs: Iterable[TensorMatch], reader: FastFileReader) -> None:
-    """Read what lies in the file as no part of an array does, on every rank that wants it.
+def divided_jobs(jobs: Sequence[TensorMatch], arrays: Arrays) -> Jobs:
+    """Divide the jobs of a load. Of two for the same memory it is the later one.
 
     Raises:
-        CorruptCheckpointError: the file changed meanwhile.
-        OSError: it cannot be read.
+        CorruptCheckpointError, OSError: as `Arrays.of`.
     """
-    for tensor, held in jobs:
+    last: dict[object, tuple[int, list[ReadTarget]]] = {}
+    odd: list[OddPart] = []
+    grids: dict[int, list[Grid]] = {}
+    empty: set[int] = set()
+    for number, (tensor, held) in enumerate(jobs):
+        found = arrays.of(tensor, [box for box, _ in held.parts])
+        grids[number] = [one for one in found if isinstance(one, Grid)]
+        if not held.parts and (grids[number] or len(tensor.chunks) > 1):
+            empty.add(number)
         for box, view in held.parts:
-            meta = torch.empty_strided(
-                tensor.shape, tensor.stride, dtype=tensor.dtype, device="meta"
-            )
-            part = meta[box.slices(Box((0,) * len(tensor.shape), tensor.shape))]
-            found = view
-            if view.dtype != tensor.dtype:
-                found = torch.empty(part.shape, dtype=tensor.dtype, device="cpu")
-            read_tensor_into(reader, tensor.offset, part, found, tensor.pending)
-            if found is not view:
-                view.copy_(found)
+            if tensor.held is not None:
+                odd.append(OddPart(tensor, None, box, view))
+            targets: list[ReadTarget] = []
+            for one in found:
+                part = intersect(box, one.stored if isinstance(one, Grid) else one.elements)
+                if part is None:
+                    continue
+                inner = view if part == box else view[part.slices(box)]
+                if isinstance(one, Grid):
+                    targets.append(ReadTarget(one, one.box_of(part), inner))
+                else:
+                    odd.append(OddPart(tensor, one, part, inner))
+            if targets:
+                spot = (view.device, view.data_ptr(), view.shape, view.stride(), view.dtype)
+                last.pop(spot, None)
+                last[spot] = number, targets
+    kept = sorted(empty.union(number for number, _ in last.values()))
+    return Jobs(
+        [target for _, targets in last.values() for target in targets],
+        [jobs[number] for number in kept],
+        list(dict.fromkeys(grid for number in kept for grid in grids[number])),
+        odd,
+    )
+
+
+def read_odd(odd: Iterable[OddPart], files: StoredFiles) -> None:
+    """Read what is no part of an array, on every rank that wants it.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or a file changed meanwhile.
+        ConvertError: torch does not load it under the rules of `weights_only`.
+        OSError: a file cannot be read.
+    """
+    for tensor, chunk, box, view in odd:
+        if chunk is None or chunk.start is None:
+            stored = whole_box(tensor.shape) if chunk is None else chunk.elements
+            whole = tensor.whole if chunk is None else files.tensor_of(chunk)
+            view.copy_(whole[box.slices(stored)])
+            continue
+        sizes, dtype = chunk.elements.sizes, getattr(torch, chunk.dtype or "")
+        meta = torch.empty_strided(sizes, chunk.stride, dtype=dtype, device="meta")
+        part = meta[box.slices(chunk.elements)]
+        found = view
+        if view.dtype != dtype:
+            found = torch.empty(part.shape, dtype=dtype, device="cpu")
+        read_tensor_into(files, files.address_of(chunk), part, found, tensor.pending)
+        if found is not view:
+            view.copy_(found)
 
 
 class Flow:
-    """One file's bytes on one rank."""
+    """The bytes of a load on one rank."""
 
     def __init__(self, traffic: Traffic, parts: PartReader, plan: ReadPlan) -> None:
         """Prepare.
@@ -117,8 +227,8 @@ class Flow:
 
         Raises:
             DistributedError: another rank failed.
-            CorruptCheckpointError: the file changed meanwhile.
-            OSError: it cannot be read.
+            CorruptCheckpointError: a file changed meanwhile.
+            OSError: one cannot be read.
         """
         self._traffic.agree()  # here a rank waits as long as the others are alive
         with ThreadPoolExecutor(1, "fastserial-window") as pool:
@@ -167,7 +277,7 @@ class Flow:
             if len(targets) == 1 and targets[0].takes_bytes():
                 view = targets[0].part(part)
             else:
-                dtype = INTEGERS[grid.tensor.itemsize]
+                dtype = INTEGERS[grid.itemsize]
                 view = torch.empty(part.sizes, dtype=dtype, device="cpu")
                 later.append((targets, part, view))
             receives.setdefault(owner, []).append(view)
@@ -177,10 +287,10 @@ class Flow:
                 target.deliver(part, view)
         if buffer is not None:
             for piece in own:
-                for target in self._plan.shared[piece.grid.tensor.number]:
+                for target in self._plan.shared[piece.grid]:
                     for part in piece.within(target.box):
                         target.deliver(part, piece.found(buffer, part))
 
     def _targets_of(self, grid: Grid, box: Box) -> list[ReadTarget]:
         """Return the targets that want a box; there may be none, if others are of their memory."""
-        return [one for one in self._plan.shared[grid.tensor.number] if one.box == box]
+        return [one for one in self._plan.shared[grid] if one.box == box]

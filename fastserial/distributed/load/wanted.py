@@ -8,13 +8,14 @@ want follows from its mesh. A `FlatShard` is known to its rank alone: its ranges
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fastserial.distributed.layout.slabs import Slab, indices_with, slab_at
 from fastserial.distributed.plan.matching import TensorMatch
 from fastserial.distributed.ranks.distinct import FromRanks
-from fastserial.distributed.sharding.boxes import Box, boxes_of_range, runs_of
+from fastserial.distributed.sharding.boxes import Box, boxes_of_range, runs_of, span_of
+from fastserial.distributed.sharding.file_index import FileTensor
 from fastserial.distributed.sharding.grid import Grid
 from fastserial.distributed.sharding.pieces import Flat, Mesh, Split, boxes_at
 
@@ -35,6 +36,7 @@ class Demand:
     grid: Sequence[int]
     ranges: dict[int, dict[int, list[tuple[int, int]]]] = field(default_factory=dict)
     _indices: dict[int, int] = field(default_factory=dict)
+    _shares: dict[tuple[int, ...], list[tuple[list[Box], list[int]]]] = field(default_factory=dict)
 
     def index_of(self, rank: int) -> int | None:
         """Return a rank's index in the mesh, None if it wants nothing."""
@@ -51,14 +53,24 @@ class Demand:
                 found += boxes_of_range(tensor.shape, first, stop)
         elif (index := self.index_of(rank)) is not None:
             found = boxes_at(tensor.shape, self.mesh, index)
-        return [grid.box_of(box) for box in found]
+        return grid.boxes_of(found)
 
-    def ranks_of(self, number: int) -> Iterator[int]:
-        """Yield the ranks that may want something of an array."""
+    def shares(self, tensor: FileTensor) -> list[tuple[list[Box], list[int]]]:
+        """Return which boxes of a tensor are wanted, and by which ranks."""
         if self.mesh is None:
-            yield from self.ranges[number]
-        else:
-            yield from (rank for rank in self.grid if rank >= 0)
+            return [
+                (boxes_of_range(tensor.shape, first, stop), [rank])
+                for rank, some in self.ranges[tensor.number].items()
+                for first, stop in some
+            ]
+        if tensor.shape not in self._shares:
+            found: dict[tuple[Box, ...], list[int]] = {}
+            for index, rank in enumerate(self.grid):
+                if rank >= 0:
+                    boxes = tuple(boxes_at(tensor.shape, self.mesh, index))
+                    found.setdefault(boxes, []).append(rank)
+            self._shares[tensor.shape] = [(list(boxes), ranks) for boxes, ranks in found.items()]
+        return self._shares[tensor.shape]
 
 
 class Demands:
@@ -78,9 +90,14 @@ class Demands:
         demands = self._of_array[grid.tensor.number]
         return list(dict.fromkeys(box for one in demands for box in one.boxes(grid, rank)))
 
-    def ranks_of(self, number: int) -> set[int]:
-        """Return the ranks that may want something of an array."""
-        return {rank for one in self._of_array[number] for rank in one.ranks_of(number)}
+    def spans(self, grid: Grid) -> list[tuple[int, int, list[int]]]:
+        """Return from which first element to which last of an array ranks want some, in order."""
+        return sorted(
+            (*span_of(grid.shape, part), ranks)
+            for demand in self._of_array[grid.tensor.number]
+            for boxes, ranks in demand.shares(grid.tensor)
+            for part in grid.boxes_of(boxes)
+        )
 
     def placement_of(self, number: int) -> Demand | None:
         """Return the one demand of an array if it is a placement, None if there is more to it."""
@@ -117,20 +134,21 @@ class Demands:
 # -- as texts --------------------------------------------------------------------------------------
 
 
-def texts_of(jobs: Iterable[TensorMatch], grids: Mapping[int, Grid]) -> list[bytes]:
+def texts_of(
+    jobs: Iterable[TensorMatch], number_of: Callable[[FileTensor], int | None]
+) -> list[bytes]:
     """Return what a rank wants, as equal texts on ranks that want the same.
 
     Args:
-        grids: the file's arrays, by the numbers of its tensors; of the others nothing is said.
+        number_of: by which number it tells of a tensor; None: nothing is said of it.
     """
     numbers: dict[object, set[int]] = {}
     meshes: dict[object, Mesh | None] = {}
     ranges: set[tuple[int, int, int]] = set()
     for tensor, (spec, _, _) in jobs:
-        grid = grids.get(tensor.number)
-        if grid is None:
+        number, held = number_of(tensor), spec.held
+        if number is None:
             continue
-        number, held = grid.tensor.number, spec.held
         if isinstance(held, Flat):
             ranges.update((number, first, stop) for _, first, stop in held.ranges)
             continue

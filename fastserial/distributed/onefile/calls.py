@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastserial.distributed.onefile.loader import LoadTask, load_file
+from fastserial.distributed.onefile.loader import load_file
 from fastserial.distributed.onefile.safetensors import save_folder
 from fastserial.distributed.onefile.saver import TIMEOUT, Writers, save_file
 from fastserial.errors import ConfigError
@@ -103,8 +103,7 @@ def load(
             are filled; modules and optimizers, new ones included; and other values, which are
             replaced by the file's. Ranks may hold different keys.
         group: its ranks take part; by default all. Without torch.distributed a process is alone.
-        broadcast: False: every rank reads what it needs, and sends nothing; so it is with tensors
-            in folders of torch.distributed.checkpoint.
+        broadcast: False: every rank reads what it needs, and sends nothing.
         strict: what a rank wants must be in the file, and what is in the file some rank must want.
         cast: convert what has another dtype in the file.
         timeout: seconds after which a rank that is not heard from counts as lost.
@@ -122,10 +121,4 @@ def load(
         Exception: code of the user's failed on this rank, such as a module's load hook.
         RuntimeError: the process group has no store (MPI).
     """
-    return load_file(path, into, group, broadcast, strict, cast, timeout, _folder_task)
-
-
-def _folder_task(*args: Any) -> LoadTask:
-    from fastserial.distributed.onefile.dcp_folder import FolderLoadTask
-
-    return FolderLoadTask(*args)
+    return load_file(path, into, group, broadcast, strict, cast, timeout)

@@ -1,6 +1,6 @@
-"""`fastserial.distributed.load`: a torch file, or a folder of safetensors files, on many ranks.
+"""`fastserial.distributed.load`: a torch file, or a folder, on many ranks.
 
-`dcp_folder` has the task for folders of torch.distributed.checkpoint.
+A folder is one of safetensors files, or of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -20,30 +20,37 @@ from fastserial.checksums import PartialCrc as CrcPiece
 from fastserial.checksums import crc_mismatch, joined_crc
 from fastserial.config import Config
 from fastserial.distributed.load.read_plan import ReadPlan
-from fastserial.distributed.load.reader import Flow, divided_jobs, grids_of, read_odd
+from fastserial.distributed.load.reader import (
+    Arrays,
+    Flow,
+    Jobs,
+    divided_jobs,
+    read_odd,
+    records_of,
+)
 from fastserial.distributed.load.wanted import Demands, demands_of, texts_of
 from fastserial.distributed.plan.matching import Match, file_leaves, path_name, unused
 from fastserial.distributed.ranks.call import call_of
 from fastserial.distributed.ranks.distinct import gather_distinct
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
+from fastserial.distributed.reading.files import StoredFiles
 from fastserial.distributed.reading.part_reader import PartReader
 from fastserial.distributed.sharding.boxes import runs_of
 from fastserial.distributed.sharding.file_index import (
     FileIndex,
     FileTensor,
-    fingerprint,
+    Record,
     index_of_file,
 )
-from fastserial.distributed.sharding.grid import Grid
 from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMismatchError
 from fastserial.formats.container import is_dcp_folder
 from fastserial.formats.safetensors import INDEX, ONE_FILE
-from fastserial.interrupts import cleanup, finish, ours
-from fastserial.loading.reader import FastFileReader
+from fastserial.interrupts import cleanup, ours
 from fastserial.memory.held_settings import paused_collection
 from fastserial.nests import Path
 from fastserial.reports import LoadReport, RankReport, publish_load
 
+METADATA = ".metadata"
 _FOUND = b"found"  # what a rank says of its comparison begins with that
 _Texts = tuple[Sequence[str], Sequence[int]]  # texts, and the ranks that have them
 _SHOWN = 20  # keys, and mismatches, that an error names
@@ -63,7 +70,6 @@ def load_file(
     strict: bool,
     cast: bool,
     timeout: float,
-    folder_task: Callable[..., LoadTask],
     beside: object = None,
     select: Callable[[Any], Any] = _everything,
 ) -> LoadReport:
@@ -74,7 +80,6 @@ def load_file(
             them.
         select: returns what counts of the file's contents, under the keys of `into`; the same on
             all ranks.
-        folder_task: makes the task for a folder of torch.distributed.checkpoint.
     """
     began = perf_counter()
     task: LoadTask | None = None
@@ -90,9 +95,7 @@ def load_file(
             with collective(group, timeout, call_of("distributed.load")) as traffic:
                 config = config_module.current()
                 name = path_of(path, into, "distributed.load(path, into)")
-                is_folder = traffic.decide(None, lambda _: is_dcp_folder(name))
-                make = folder_task if is_folder else LoadTask
-                task = make(traffic, name, config, broadcast, strict, began)
+                task = LoadTask(traffic, name, config, broadcast, strict, began)
                 task.select = select
                 refusal = task.compare(into, cast, beside)
                 if not refusal:
@@ -114,7 +117,8 @@ class _Read(NamedTuple):
     """What a rank did, and the checksums of what it read."""
 
     line: RankReport
-    pieces: list[CrcPiece]
+    damage: str
+    pieces: list[tuple[Record, CrcPiece]]
     all_checked: bool
 
 
@@ -151,13 +155,13 @@ class LoadTask:
         self._began = began
         self.is_filling = False
         self.select: Callable[[Any], Any] = _everything
-        self._readers: dict[str, FastFileReader] = {}  # by the names of the files
-        self._file_of: dict[int, str] = {}  # by the tensors' numbers
+        self._files = StoredFiles(path, config)
+        self._damage = ""
         self._planned = began
 
     def close(self) -> None:
         """Close the files. Idempotent."""
-        finish(*(reader.close for reader in self._readers.values()))
+        self._files.close()
 
     def compare(self, into: Any, cast: bool, beside: object = None) -> str:
         """Compare what is wanted with what there is, on all ranks.
@@ -167,32 +171,28 @@ class LoadTask:
         """
         traffic = self._traffic
         with paused_collection():
-            value = self.select(self._contents(self._read_index()))
+            value = self._contents(self._read_index(), into)
+            if self._damage:
+                return ""
+            value = self.select(value)
             leaves = file_leaves(value)
-            grids: dict[int, Grid] = {}
-            for name in self._readers:  # tensors of two files may lie at the same offset
-                grids |= grids_of([one for one in leaves if self._is_in(name, one[1])])
+            arrays = Arrays(leaves, self._files)
             tied = self._container == "safetensors"  # a file has the first of tied tensors only
             self._match = match = Match(traffic.rank, traffic.ranks, cast, tied, self._strict)
             match.compare(into, value, beside)
-            self._jobs = divided_jobs(match.jobs, grids)
-            wanted = texts_of(self._jobs.arrays, grids) if self._broadcast else []
+            self._jobs = Jobs([], [], [], [])
+            try:
+                self._jobs = divided_jobs(match.jobs, arrays)
+            except ours(CorruptCheckpointError) as error:
+                self._damage = f"{error} (read by rank {traffic.job_rank})"
+            wanted = texts_of(self._jobs.jobs, arrays.number_of) if self._broadcast else []
             refusal = self._compare_ranks(leaves, wanted)
-            if not refusal:
+            if not refusal and not self._damage:
                 demands = Demands(demands_of(self._wanted)) if self._broadcast else None
-                self._plans = {name: self._plan(name, grids, demands) for name in self._readers}
+                jobs, verify = self._jobs, self._config.verify_on_load
+                self._plan = ReadPlan(jobs.grids, jobs.targets, demands, traffic.rank, verify)
         self._planned = perf_counter()
         return refusal
-
-    def _plan(self, name: str, grids: Mapping[int, Grid], demands: Demands | None) -> ReadPlan:
-        """Return what this rank reads of a file, and what it gets from others."""
-        here = [one for one in self._jobs.targets if self._is_in(name, one.grid.tensor)]
-        arrays = [
-            grid
-            for number, grid in grids.items()
-            if grid.tensor.number == number and self._file_of[number] == name
-        ]
-        return ReadPlan(arrays, here, demands, self._traffic.rank)
 
     def _compare_ranks(self, leaves: list[tuple[Path, Any]], wanted: Sequence[bytes]) -> str:
         """Tell the other ranks what was found, and hear what they found. Collective.
@@ -207,7 +207,7 @@ class LoadTask:
         match, names = self._match, [path_name(where) for where, _ in leaves]
         call = self._broadcast, self._strict, self._config.verify_on_load
         rest = runs_of(unused(leaves, match.used))
-        mine = json.dumps([match.missing, match.problems, call, rest]).encode()
+        mine = json.dumps([self._damage, match.missing, match.problems, call, rest]).encode()
         found = gather_distinct(self._traffic, [_FOUND + mine, *wanted])
         self._wanted = [one for one in found if not one.text.startswith(_FOUND)]
         jobs = self._traffic.jobs
@@ -221,11 +221,12 @@ class LoadTask:
             unexpected.intersection_update(number for run in runs for number in range(*run))
         extra = [names[number] for number in sorted(unexpected)]
         self._unexpected = tuple(extra)
-        problems = [(texts, ranks) for _, texts, *_, ranks in every]
-        if len({tuple(call) for _, _, call, *_ in every}) > 1:
+        self._damage = next((damage for damage, *_ in every if damage), "")
+        problems = [(texts, ranks) for _, _, texts, *_, ranks in every]
+        if len({tuple(call) for *_, call, _, _ in every}) > 1:
             text = "broadcast, strict and verify_on_load are not the same on all ranks"
             problems.append(([text], jobs))
-        missing = [(texts, ranks) for texts, *_, ranks in every]
+        missing = [(texts, ranks) for _, texts, *_, ranks in every]
         return refusal_of(self.path, problems, missing, extra, self._strict, len(jobs))
 
     def _read_index(self) -> dict[str, FileIndex]:
@@ -235,8 +236,13 @@ class LoadTask:
         """
 
         def read(_: list[Any]) -> dict[str, FileIndex]:
+            if is_dcp_folder(self.path):
+                from fastserial.distributed.dcp.contents import index_of_folder
+
+                return {METADATA: index_of_folder(self._files, self._traffic.alive)}
+            files = self._files
             return {
-                name: index_of_file(self._open(name).fd, self._path_of(name))
+                name: index_of_file(files.open(name).fd, files.path_of(name), name)
                 for name in _files_of(self.path)
             }
 
@@ -248,38 +254,38 @@ class LoadTask:
             if self._traffic.decide(same, all):
                 return indexes
             self.close()
-            self._readers.clear()
+            self._files = StoredFiles(self.path, self._config)
         raise CorruptCheckpointError(
             "it is not the file that rank 0 sees; every rank needs the same one", path=self.path
         )
 
     def _has(self, name: str, index: FileIndex) -> bool:
         """Return whether a file is, on this rank, the one that an index is of."""
-        reader = self._open(name)
-        is_as_large = reader.size == index.size
-        return is_as_large and fingerprint(reader.fd, reader.size) == index.fingerprint
+        file = self._files.open(name)
+        if index.container == "dcp":  # the other files change when this one does
+            self._files.completed = file.name, file.stamp
+        return file.size == index.size and index.is_of(file.fd)
 
-    def _open(self, name: str) -> FastFileReader:
-        if name not in self._readers:
-            self._readers[name] = FastFileReader(self._path_of(name), self._config)
-        return self._readers[name]
-
-    def _path_of(self, name: str) -> str:
-        return os.path.join(self.path, name) if name else self.path
-
-    def _contents(self, indexes: dict[str, FileIndex]) -> Any:
+    def _contents(self, indexes: dict[str, FileIndex], into: Any) -> Any:
         """Return what all files hold together, with a number of its own for each tensor."""
         first, *others = indexes.values()
-        self._container, self._records = first.container, first.records
-        count = 0
-        for name, index in indexes.items():
-            tensors = [one for _, one in file_leaves(index.value) if isinstance(one, FileTensor)]
-            for tensor in tensors if others else ():
-                tensor.number, tensor.same = tensor.number + count, tensor.same + count
-            self._file_of.update((tensor.number, name) for tensor in tensors)
-            count += len(tensors)
+        self._container, self._damage = first.container, first.damage
+        self._index = first
+        files = self._files
+        files.names = list(first.files or indexes)
+        files.has_items = first.container == "dcp"
+        if files.has_items and not first.damage:
+            from fastserial.distributed.dcp.contents import number_keys
+
+            number_keys(first.value, into)
         if not others:
             return first.value
+        count = 0
+        for index in indexes.values():
+            tensors = [one for _, one in file_leaves(index.value) if isinstance(one, FileTensor)]
+            for tensor in tensors:
+                tensor.number, tensor.same = tensor.number + count, tensor.same + count
+            count += len(tensors)
         return {key: value for index in indexes.values() for key, value in index.value.items()}
 
     # -- bytes ---------------------------------------------------------------------------------
@@ -290,62 +296,57 @@ class LoadTask:
         Returns:
             The result, the same on all ranks.
         """
+        if self._damage:
+            return LoadResult(self._damage, False, ())
         self.is_filling = True
-        self._move()
-        result = self._judge()
+        result = self._move()
         if not result.damage:
             with self._traffic.together(theirs=True):
                 self._match.finish()
         return result
 
-    def _move(self) -> None:
-        """Read and exchange the bytes, file by file."""
-        wants_records = self._config.verify_on_load
-        self._known = [one for one in self._records if wants_records and one.crc is not None]
-        self._flows: list[Flow] = []
-        self._own_seconds = self._shared_seconds = 0.0
-        for name, reader in self._readers.items():
-            began = perf_counter()
-            parts = PartReader(reader, self._known, between=self._traffic.alive)
-            flow = Flow(self._traffic, parts, self._plans[name])
-            self._flows.append(flow)
-            parts.read_own(self._plans[name].alone)
-            read_odd([job for job in self._jobs.odd if self._is_in(name, job.tensor)], reader)
-            self._own_seconds += perf_counter() - began
-            if self._broadcast:
-                flow.share()
-            self._shared_seconds += perf_counter() - began
-        self._shared_seconds -= self._own_seconds
-
-    def _is_in(self, name: str, leaf: object) -> bool:
-        """Return whether a leaf is a tensor of a file."""
-        return isinstance(leaf, FileTensor) and self._file_of[leaf.number] == name
-
-    def _judge(self) -> LoadResult:
-        """Compare the checksums with what all ranks read, and gather what they did."""
-        flows = self._flows
+    def _move(self) -> LoadResult:
+        """Read and exchange the bytes; compare the checksums with what all ranks read."""
+        began, verify = perf_counter(), self._config.verify_on_load
+        records = records_of(self._jobs.grids) if self._files.has_items else self._index.records
+        known = list(records) if verify else []
+        whole = self._plan.whole
+        parts = PartReader(self._files, known, whole=whole, between=self._traffic.alive)
+        flow = Flow(self._traffic, parts, self._plan)
+        parts.read_own(self._plan.alone)
+        damage = ""
+        try:
+            read_odd(self._jobs.odd, self._files)
+        except ours(CorruptCheckpointError) as error:
+            damage = f"{error} (read by rank {self._traffic.job_rank}). {HALFWAY}"
+        own = perf_counter()
+        if self._broadcast:
+            flow.share()
+        counts, exchange = self._files.report()["counts"], flow.exchange
         line = RankReport(
             rank=self._traffic.job_rank,
             node=node_name(),
-            bytes=sum(flow.parts.bytes_read for flow in flows),
-            sent_bytes=sum(flow.exchange.sent_bytes for flow in flows),
-            received_bytes=sum(flow.exchange.received_bytes for flow in flows),
+            bytes=counts.direct + counts.cached,
+            sent_bytes=exchange.sent_bytes,
+            received_bytes=exchange.received_bytes,
             phases={
                 "plan": self._planned - self._began,
-                "own": self._own_seconds,
-                "share": self._shared_seconds,
+                "own": own - began,
+                "share": perf_counter() - own,
             },
         )
-        checked = self._config.verify_on_load and not self._jobs.odd
-        all_checked = checked and all(map(flows[0].parts.checks, self._jobs.targets))
-        mine = _Read(line, flows[0].parts.ledger.pieces(), all_checked)
+        odd = [one for one in self._jobs.odd if one.chunk is not None]
+        checked = verify and not odd and self._index.is_verified
+        all_checked = checked and all(map(parts.checks, self._jobs.targets))
+        pieces = [(known[piece.record], piece) for piece in parts.ledger.pieces()]
+        mine = _Read(line, damage, pieces, all_checked)
         result: LoadResult = self._traffic.decide(mine, self._decide_on_checksums)
         return result
 
     def _decide_on_checksums(self, done: Sequence[_Read]) -> LoadResult:
         # Without broadcast each rank may have read all of a record, perhaps of a copy of its own.
         groups = [done] if self._broadcast else [*([one] for one in done), done]
-        damage, whole = "", False
+        damage, whole = next((one.damage for one in done if one.damage), ""), False
         for group in groups:
             found, whole = self._compare_checksums(group)
             damage = damage or found
@@ -354,39 +355,38 @@ class LoadTask:
 
     def _compare_checksums(self, done: Sequence[_Read]) -> tuple[str, bool]:
         """Return what is damaged, if anything is, and whether all records are known as a whole."""
-        pieces: dict[int, set[CrcPiece]] = {}
-        readers: dict[int, list[str]] = {}
+        pieces: dict[Record, set[CrcPiece]] = {}
+        readers: dict[Record, list[str]] = {}
         for one in done:
-            for number in sorted({piece.record for piece in one.pieces}):
-                readers.setdefault(number, []).append(str(one.line.rank))
-            for piece in one.pieces:
-                pieces.setdefault(piece.record, set()).add(piece)
+            for record in {record: None for record, _ in one.pieces}:
+                readers.setdefault(record, []).append(str(one.line.rank))
+            for record, piece in one.pieces:
+                pieces.setdefault(record, set()).add(piece._replace(record=0))
         known = True
-        for number, some in sorted(pieces.items()):
-            record = self._known[number]
+        for record, some in sorted(pieces.items(), key=lambda pair: pair[0].offset):
             crc, at = joined_crc(some)
-            if at < record.nbytes or record.crc is None:
+            if at < record.nbytes:
                 known = False
             elif (mismatch := crc_mismatch(crc, record.crc)) is not None:
-                ranks = ", ".join(readers[number])
+                ranks = ", ".join(readers[record])
                 damage = f"record {record.name} is damaged: {mismatch} (read by rank {ranks})"
                 return f"{damage}. {HALFWAY}", False
         return "", known
 
     def report(self, result: LoadResult) -> LoadReport:
         """Return what happened."""
-        blocks = [reader.blocks for reader in self._readers.values()]
-        counts = [one.counts for one in blocks]
+        done = self._files.report()
+        counts = done["counts"]
         return LoadReport(
             path=self.path,
             container=self._container,
             bytes=sum(line.bytes for line in result.ranks),
             seconds=perf_counter() - self._began,
-            engine=blocks[0].engine_name,
-            direct_bytes=sum(one.direct for one in counts),
-            cached_bytes=sum(one.cached for one in counts),
+            engine=done["engine"],
+            direct_bytes=counts.direct,
+            cached_bytes=counts.cached,
             verified=result.verified,
-            fallback=next((one.fallback for one in blocks if one.fallback), None),
+            fallback=done["fallback"],
             ranks=result.ranks,
             missing_keys=tuple(self._match.missing),
             unexpected_keys=self._unexpected,

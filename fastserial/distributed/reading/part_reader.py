@@ -1,4 +1,4 @@
-"""Reads parts of tensors from one file: directly into their targets, or through windows.
+"""Reads parts of tensors from files: directly into their targets, or through windows.
 
 A window is a buffer for pieces of arrays. The rank that reads a window and the ranks that get parts
 of it find the same parts in the same order, so only bytes are sent. The CRC-32s of records are
@@ -8,7 +8,7 @@ computed during the read; what several ranks know of a record is combined at the
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -20,16 +20,12 @@ from fastserial.checkpoints.tensor_read import resolved, sink_of
 from fastserial.checksums import CrcLedger
 from fastserial.config.performance import SCATTERED_CHUNK
 from fastserial.distributed.ranks.exchange import INTEGERS
+from fastserial.distributed.reading.files import StoredFiles, number_of
 from fastserial.distributed.sharding.boxes import Box, joined, run_of, span_of, within
 from fastserial.distributed.sharding.file_index import Record
 from fastserial.distributed.sharding.grid import Grid
-from fastserial.loading.reader import (
-    CheckedSink,
-    FastFileReader,
-    HostSink,
-    ReadExtent,
-    Sink,
-)
+from fastserial.loading.reader import CheckedSink, HostSink, ReadExtent, Sink
+from fastserial.memory.buffers import Ring
 from fastserial.memory.storages import is_plain
 
 _BETWEEN = 512 * 1024 * 1024  # bytes that are read at a stretch, unless one extent has more
@@ -57,19 +53,19 @@ class ReadTarget:
 
     def takes_bytes(self) -> bool:
         """Return whether the bytes of the file are those of the view's memory."""
-        view, tensor = self.view, self.grid.tensor
-        same = view.dtype == tensor.dtype and not tensor.pending
+        view = self.view
+        same = view.dtype == self.grid.dtype and not self.grid.tensor.pending
         return same and is_plain(view) and not view.is_conj() and not view.is_neg()
 
     def deliver(self, box: Box, found: torch.Tensor) -> None:
         """Copy the elements of a box, given as integers; convert them if need be."""
-        tensor, into = self.grid.tensor, self.part(box)
+        grid, into = self.grid, self.part(box)
         if not self.takes_bytes():
-            into.copy_(resolved(found.view(tensor.dtype), tensor.pending))
+            into.copy_(resolved(found.view(grid.dtype), grid.tensor.pending))
         elif into.is_complex():
-            into.copy_(found.view(tensor.dtype))
+            into.copy_(found.view(grid.dtype))
         else:
-            into.view(INTEGERS[tensor.itemsize]).copy_(found)
+            into.view(INTEGERS[grid.itemsize]).copy_(found)
 
 
 class WindowPiece(NamedTuple):
@@ -86,7 +82,7 @@ class WindowPiece(NamedTuple):
 
     def found(self, buffer: torch.Tensor, box: Box) -> torch.Tensor:
         """Return a box of the piece as the buffer has it, as integers."""
-        item = self.grid.tensor.itemsize
+        item = self.grid.itemsize
         first, _ = span_of(self.grid.shape, box)
         start = self.at // item + first - self.first
         return buffer.view(INTEGERS[item]).as_strided(box.sizes, self.grid.steps, start)
@@ -100,7 +96,7 @@ def windows_of(runs: Iterable[tuple[Grid, int, int]], size: int) -> list[Window]
     windows: list[Window] = []
     room = 0
     for grid, first, stop in runs:
-        item = grid.tensor.itemsize
+        item = grid.itemsize
         while first < stop:
             if room < _ALIGN:
                 windows.append([])
@@ -115,13 +111,13 @@ def windows_of(runs: Iterable[tuple[Grid, int, int]], size: int) -> list[Window]
 def buffer_for(windows: Sequence[Window]) -> torch.Tensor:
     """Return memory for any one of some windows."""
     lasts = [window[-1] for window in windows]
-    ends = [one.at + (one.stop - one.first) * one.grid.tensor.itemsize for one in lasts]
+    ends = [one.at + (one.stop - one.first) * one.grid.itemsize for one in lasts]
     nbytes = max(ends, default=0)
     return torch.empty(nbytes + -nbytes % _ALIGN, dtype=torch.uint8, device="cpu")
 
 
 class PartReader:
-    """Reads what this rank reads of a file.
+    """Reads what this rank reads of a checkpoint.
 
     Attributes:
         records: those whose CRC-32s are taken.
@@ -130,31 +126,25 @@ class PartReader:
 
     def __init__(
         self,
-        reader: FastFileReader,
+        files: StoredFiles,
         records: Sequence[Record] = (),
         *,
-        whole: bool = False,
+        whole: Container[Grid] = (),
         between: Callable[[], None] = lambda: None,
     ) -> None:
         """Read nothing yet.
 
         Args:
-            records: whose CRC-32s are to be taken: disjoint, in the order of the file.
-            whole: read an array of which anything is wanted as a whole, if it is a record.
+            records: whose CRC-32s are to be taken: disjoint, in the order of their addresses.
+            whole: arrays that are read as a whole if anything is wanted of them.
             between: called now and then.
         """
-        self._reader = reader
+        self._files = files
         self._whole = whole
         self._between = between
         self.records = records
         self._stops = [record.offset + record.nbytes for record in records]
         self.ledger = CrcLedger([record.nbytes for record in records], [None] * len(records))
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that were read so far."""
-        counts = self._reader.blocks.counts
-        return counts.direct + counts.cached
 
     def checks(self, target: ReadTarget) -> bool:
         """Return whether what a target wants lies in one of the records."""
@@ -162,14 +152,22 @@ class PartReader:
         return self._record_of(*target.grid.bytes_of(*span)) is not None
 
     def read_own(self, targets: Sequence[ReadTarget]) -> None:
-        """Fill what this rank reads for itself alone.
+        """Fill what this rank reads for itself alone, file by file.
 
         Raises:
-            CorruptCheckpointError: the file changed meanwhile.
-            OSError: it cannot be read.
+            CorruptCheckpointError: a file changed meanwhile.
+            OSError: one cannot be read.
         """
-        self._reader.attend([t.view.untyped_storage() for t in targets if is_plain(t.view)])
-        direct, runs, rest = self._divided(targets)
+        by_file: dict[int, list[ReadTarget]] = {}
+        for target in targets:
+            by_file.setdefault(number_of(target.grid.offset), []).append(target)
+        for number, some in sorted(by_file.items()):
+            reader = self._files.open(self._files.names[number])
+            reader.attend([one.view.untyped_storage() for one in some if is_plain(one.view)])
+            self._read_file(some, reader.ring)
+
+    def _read_file(self, targets: Sequence[ReadTarget], ring: Ring | None) -> None:
+        direct, runs, rest = self._divided(targets, ring)
         self._read_direct(sorted(direct, key=lambda extent: extent.offset))
         runs.sort(key=lambda run: run[0].bytes_of(*run[1:]))
         windows = windows_of(runs, SCATTERED_CHUNK)
@@ -178,7 +176,7 @@ class PartReader:
             self._between()
             self.read_window(window, buffer)
             for piece in window:
-                for target in rest[id(piece.grid)]:
+                for target in rest[piece.grid]:
                     for box in piece.within(target.box):
                         target.deliver(box, piece.found(buffer, box))
 
@@ -186,45 +184,45 @@ class PartReader:
         """Read the pieces of a window into its buffer.
 
         Raises:
-            CorruptCheckpointError: the file changed meanwhile.
-            OSError: it cannot be read.
+            CorruptCheckpointError: a file changed meanwhile.
+            OSError: one cannot be read.
         """
-        self._reader.read_into([one for piece in window for one in self._extents(piece, buffer)])
+        self._files.read_into([one for piece in window for one in self._extents(piece, buffer)])
 
     def _divided(
-        self, targets: Sequence[ReadTarget]
-    ) -> tuple[list[ReadExtent], list[tuple[Grid, int, int]], dict[int, list[ReadTarget]]]:
+        self, targets: Sequence[ReadTarget], ring: Ring | None
+    ) -> tuple[list[ReadExtent], list[tuple[Grid, int, int]], dict[Grid, list[ReadTarget]]]:
         """Return what is read directly into its target; and of all else the elements and targets.
 
-        What is wanted twice is read once, by windows. The targets are given by the `id` of their
-        grid.
+        What is wanted twice is read once, by windows.
         """
-        of_grid: dict[int, list[ReadTarget]] = {}
+        of_grid: dict[Grid, list[ReadTarget]] = {}
         for target in targets:
-            of_grid.setdefault(id(target.grid), []).append(target)
+            of_grid.setdefault(target.grid, []).append(target)
         direct: list[ReadExtent] = []
         runs: list[tuple[Grid, int, int]] = []
-        rest: dict[int, list[ReadTarget]] = {}
-        for number, some in of_grid.items():
-            grid = some[0].grid
+        rest: dict[Grid, list[ReadTarget]] = {}
+        for grid, some in of_grid.items():
             numel = prod(grid.shape)
-            whole = self._whole and self._record_of(*grid.bytes_of(0, numel)) is not None
+            whole = grid in self._whole
             spans = sorted(span_of(grid.shape, target.box) for target in some)
             once = all(before[1] <= after[0] for before, after in pairwise(spans))
             left: list[ReadTarget] = []
             for target in some:
-                extent = self._direct(target) if once and (not whole or len(some) == 1) else None
-                if extent is None or (whole and extent.length != numel * grid.tensor.itemsize):
+                extent: ReadExtent | None = None
+                if once and (not whole or len(some) == 1):
+                    extent = self._direct(target, ring)
+                if extent is None or (whole and extent.length != numel * grid.itemsize):
                     left.append(target)
                 else:
                     direct.append(extent)
             if left:
-                rest[number] = left
+                rest[grid] = left
                 needed = [(0, numel)] if whole else _needed(left)
                 runs += [(grid, first, stop) for first, stop in needed]
         return direct, runs, rest
 
-    def _direct(self, target: ReadTarget) -> ReadExtent | None:
+    def _direct(self, target: ReadTarget, ring: Ring | None) -> ReadExtent | None:
         """Return how a target is read to where it belongs, None if its bytes lie otherwise."""
         grid = target.grid
         run = run_of(grid.shape, target.box)
@@ -235,7 +233,7 @@ class PartReader:
             return None
         first, stop = grid.bytes_of(*run)
         nbytes = stop - first
-        sink: Sink = sink_of(into, self._reader.ring)
+        sink: Sink = sink_of(into, ring)
         number = self._record_of(first, stop)
         if number is not None:
             sink = CheckedSink(sink, self.ledger, number, first - self.records[number].offset)
@@ -246,13 +244,13 @@ class PartReader:
         nbytes = 0
         for extent in extents:
             if nbytes + extent.length > _BETWEEN and group:
-                self._reader.read_into(group)
+                self._files.read_into(group)
                 self._between()
                 group, nbytes = [], 0
             group.append(extent)
             nbytes += extent.length
         if group:
-            self._reader.read_into(group)
+            self._files.read_into(group)
 
     def _extents(self, piece: WindowPiece, buffer: torch.Tensor) -> Iterator[ReadExtent]:
         """Return how a piece is read into a window's buffer."""

@@ -8,31 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import NamedTuple
 
-
-class Box(NamedTuple):
-    """The elements from `offsets` on, `sizes` of them along each dimension."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """How many elements there are; 1 for a tensor without dimensions."""
-        return prod(self.sizes)
-
-    def contains(self, part: Box) -> bool:
-        """Return whether a box is a part of this one."""
-        ends = zip(*self, *part, strict=True)
-        return all(low <= first and first + n <= low + size for low, size, first, n in ends)
-
-    def slices(self, whole: Box) -> tuple[slice, ...]:
-        """Return the index of this box in a tensor that holds `whole`."""
-        return tuple(
-            slice(offset - base, offset - base + size)
-            for offset, size, base in zip(self.offsets, self.sizes, whole.offsets, strict=True)
-        )
+from fastserial.formats.stored import Box as Box
 
 
 def intersect(a: Box, b: Box) -> Box | None:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from fastserial.checkpoints.convert import type_name
 from fastserial.checkpoints.mapped_source import map_checkpoint
 from fastserial.checksums import crc32
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.source import DescriptorSource
+from fastserial.formats.stored import Chunk, whole_box
+from fastserial.formats.tensors import reach
 from fastserial.formats.zip_format import read_places
 from fastserial.nests import is_container, leaf_types, sequence_like
 
@@ -27,12 +30,12 @@ _ELEMENT_WISE = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A storage's bytes in the file: `nbytes` at `offset`; `crc` None if the file has none."""
+    """Bytes whose CRC-32 is stored: `nbytes` at `offset`, of a storage or of a chunk."""
 
     name: str
     offset: int
     nbytes: int
-    crc: int | None
+    crc: int
 
 
 @dataclass(slots=True, eq=False)
@@ -42,26 +45,29 @@ class FileTensor:
     Attributes:
         number: of this mention of it, in the order of the file.
         dtype: its dtype.
-        shape, stride: in elements.
-        offset: of its first element, in the file (bytes).
+        shape: in elements.
+        chunks: its elements: in a file one chunk, in a folder of torch.distributed.checkpoint some;
+            none if there is a problem, or no element.
         pending: `conj`, `neg`: what torch applies to the elements when they are used.
         problem: why it cannot be read element by element, None if it can.
         same: number of the first mention of the same object; -1 where that is not known.
+        held: the bytes of its elements in order, if it is in a value that was read.
     """
 
     number: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    chunks: tuple[Chunk, ...]
     pending: tuple[str, ...] = ()
     problem: str | None = None
     same: int = -1
+    held: torch.Tensor | None = None
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return int(self.dtype.itemsize)
+    def whole(self) -> torch.Tensor:
+        """The tensor, if it is held."""
+        held = torch.empty(0, dtype=torch.uint8) if self.held is None else self.held
+        return held.view(self.dtype).view(self.shape)
 
 
 leaf_types.add(FileTensor)
@@ -72,18 +78,31 @@ class FileIndex:
     """A checkpoint without its bytes.
 
     Attributes:
-        container: `zip`, `legacy` or `safetensors`.
-        size: bytes of the file.
+        container: `zip`, `legacy`, `safetensors` or `dcp`.
+        size: bytes of the file; of a folder, of what completes it.
         fingerprint: see `fingerprint`.
         value: what was saved, with a `FileTensor` for each tensor.
         records: the storages that have a checksum, by offset.
+        files: names of a folder's files with chunks.
+        damage: of values, which were read already; then there is nothing else.
+        is_verified: all of these were compared with checksums.
     """
 
     container: str
     size: int
     fingerprint: int
     value: Any
-    records: tuple[Record, ...] = field(default=())
+    records: tuple[Record, ...] = ()
+    files: tuple[str, ...] = ()
+    damage: str = ""
+    is_verified: bool = True
+
+    def is_of(self, fd: int) -> bool:
+        """Return whether an open file of this size is the one, as far as is known."""
+        return (
+            fingerprint(fd, self.size, self.size if self.container == "dcp" else _ENDS)
+            == self.fingerprint
+        )
 
 
 def is_plain_tuple(value: object) -> bool:
@@ -91,19 +110,24 @@ def is_plain_tuple(value: object) -> bool:
     return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
 
 
-def fingerprint(fd: int, size: int) -> int:
-    """Return a checksum of both ends of a file, by which copies on several nodes are compared."""
-    first = os.pread(fd, min(size, _ENDS), 0)
-    last = os.pread(fd, min(size, _ENDS), max(0, size - _ENDS))
+def fingerprint(fd: int, size: int, most: int = _ENDS) -> int:
+    """Return a checksum of both ends of a file, by which copies on several nodes are compared.
+
+    Args:
+        most: how long these are (bytes).
+    """
+    first = os.pread(fd, min(size, most), 0)
+    last = os.pread(fd, min(size, most), max(0, size - most))
     return crc32(last, crc32(first))
 
 
-def index_of_file(fd: int, path: str) -> FileIndex:
+def index_of_file(fd: int, path: str, name: str = "") -> FileIndex:
     """Read the index of an open checkpoint.
 
     Args:
         fd: its descriptor.
-        path: its name, for errors.
+        path: its path, for errors.
+        name: of the file in its folder, if it is one of several.
 
     Raises:
         CorruptCheckpointError: it is damaged.
@@ -117,11 +141,11 @@ def index_of_file(fd: int, path: str) -> FileIndex:
     if mapped.container == "zip":
         directory = read_places(DescriptorSource(fd))
         records = tuple(
-            Record(record.name, record.data_offset, record.size, record.crc or None)
+            Record(record.name, record.data_offset, record.size, record.crc)
             for record in sorted(directory.records, key=lambda one: one.data_offset)
-            if record.size and record.is_stored and record.name.startswith("data/")
+            if record.size and record.crc and record.is_stored and record.name.startswith("data/")
         )
-    value = without_bytes(mapped.value, mapped)
+    value = without_bytes(mapped.value, mapped, name)
     return FileIndex(mapped.container, size, fingerprint(fd, size), value, records)
 
 
@@ -132,14 +156,20 @@ class StorageOffsets(Protocol):
         """Return where a storage's bytes begin, None if they are not there."""
 
 
-def without_bytes(value: Any, offsets: StorageOffsets) -> Any:
-    """Return a nest with `FileTensor`s for its tensors; containers are new ones of their types."""
-    return _IndexBuilder(offsets).without_bytes(value)
+def without_bytes(value: Any, offsets: StorageOffsets | None, name: str = "") -> Any:
+    """Return a nest with `FileTensor`s for its tensors; containers are new ones of their types.
+
+    Args:
+        offsets: of the storages in the file; None: they have their bytes themselves.
+        name: of the file.
+    """
+    return _IndexBuilder(offsets, name).without_bytes(value)
 
 
 class _IndexBuilder:
-    def __init__(self, offsets: StorageOffsets) -> None:
+    def __init__(self, offsets: StorageOffsets | None, name: str) -> None:
         self._offsets = offsets
+        self._name = name
         self._made: dict[int, Any] = {}
         self._first: dict[int, int] = {}  # number of the first mention, by the tensor's `id`
         self._count = 0
@@ -167,31 +197,36 @@ class _IndexBuilder:
     def _place_of(self, tensor: torch.Tensor) -> FileTensor:
         shape: tuple[int, ...] = tuple(tensor.shape)
         problem = _problem(tensor)
-        stride: tuple[int, ...] = ()
-        offset = 0
-        if problem is None:
-            stride = tuple(tensor.stride())
-            if tensor.numel():
-                offset = self._start_of(tensor) + int(tensor.storage_offset()) * tensor.itemsize
+        chunks: tuple[Chunk, ...] = ()
+        held = _elements_of(tensor) if problem is None and self._offsets is None else None
+        if problem is None and self._offsets is not None and tensor.numel():
+            start = _start_of(tensor, self._offsets)
+            dtype, strides = type_name(tensor), tuple(tensor.stride())
+            length = reach(shape, strides) * tensor.itemsize
+            chunks = (Chunk(whole_box(shape), dtype, self._name, start, length, 0, strides),)
         pending = tuple(
             name for name, has in (("conj", tensor.is_conj()), ("neg", tensor.is_neg())) if has
         )
         number = self._count - 1
         same = self._first.setdefault(id(tensor), number)
-        return FileTensor(number, tensor.dtype, shape, stride, offset, pending, problem, same)
+        return FileTensor(number, tensor.dtype, shape, chunks, pending, problem, same, held)
 
-    def _start_of(self, tensor: torch.Tensor) -> int:
-        """Return where a tensor's storage begins in the file."""
-        storage = tensor.untyped_storage()
-        start = self._offsets.offset_of(storage)
-        if start is None:
-            raise CorruptCheckpointError("a tensor's storage is not in the file")
-        first = int(tensor.storage_offset())
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        last = first + sum((size - 1) * step for size, step in steps)
-        if (last + 1) * tensor.itemsize > storage.nbytes():
-            raise CorruptCheckpointError("a tensor ends past the end of its storage")
-        return start
+
+def _elements_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as bytes, which can be pickled whatever its dtype is."""
+    found = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return found.flatten().view(torch.uint8).clone()
+
+
+def _start_of(tensor: torch.Tensor, offsets: StorageOffsets) -> int:
+    """Return where a tensor's first element is in the file."""
+    storage, first = tensor.untyped_storage(), int(tensor.storage_offset())
+    start = offsets.offset_of(storage)
+    if start is None:
+        raise CorruptCheckpointError("a tensor's storage is not in the file")
+    if (first + reach(tensor.shape, tensor.stride())) * tensor.itemsize > storage.nbytes():
+        raise CorruptCheckpointError("a tensor ends past the end of its storage")
+    return start + first * tensor.itemsize
 
 
 def _problem(tensor: torch.Tensor) -> str | None:

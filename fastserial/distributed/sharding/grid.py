@@ -1,43 +1,77 @@
-"""Tensors of a file as row-major arrays, so that a range of bytes is a few boxes.
+"""Chunks of tensors as row-major arrays, so that a range of bytes is a few boxes.
 
 The array has the tensor's dimensions, ordered by their strides: a transposed tensor is an array,
-too. A tensor with gaps, or with several indices of one element, is none.
+too. A chunk with gaps, or with several indices of one element, is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
 import torch
 
-from fastserial.distributed.sharding.boxes import Box, span_of
+from fastserial.distributed.sharding.boxes import Box, intersect, span_of
 from fastserial.distributed.sharding.file_index import FileTensor
+from fastserial.formats.stored import Chunk
 from fastserial.formats.tensors import contiguous_stride
 
 
 @dataclass(slots=True, eq=False)
 class Grid:
-    """A tensor as a row-major array of the file.
+    """A chunk of a tensor as a row-major array of the file.
 
     Attributes:
-        tensor: which.
+        tensor: of which it is.
+        chunk: which of its elements it has, and where they are.
+        dtype: of the elements there.
+        offset: where they begin: an address of `reading.files`.
         order: the tensor's dimension for each of the array's, the outermost first.
         shape, steps: of the array; its strides (elements).
     """
 
     tensor: FileTensor
+    chunk: Chunk
+    dtype: torch.dtype
+    offset: int
     order: tuple[int, ...]
     shape: tuple[int, ...]
     steps: tuple[int, ...]
 
-    def box_of(self, box: Box) -> Box:
-        """Return the array's box for a box of the tensor that is not empty."""
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return int(self.dtype.itemsize)
+
+    @property
+    def stored(self) -> Box:
+        """Which elements of the tensor the chunk has."""
+        return self.chunk.elements
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all elements of the tensor."""
+        return self.stored.sizes == self.tensor.shape and not any(self.stored.offsets)
+
+    def box_of(self, part: Box) -> Box:
+        """Return the array's box for a box of the tensor of which the chunk has all elements."""
+        starts = part.offsets
+        if not self.is_whole:
+            starts = tuple(
+                [at - base for at, base in zip(starts, self.stored.offsets, strict=True)]
+            )
         return Box(
-            tuple([box.offsets[dim] for dim in self.order]),
-            tuple([box.sizes[dim] for dim in self.order]),
+            tuple([starts[dim] for dim in self.order]),
+            tuple([part.sizes[dim] for dim in self.order]),
         )
+
+    def boxes_of(self, boxes: Iterable[Box]) -> list[Box]:
+        """Return the array's boxes for what the chunk has of boxes of the tensor."""
+        if self.is_whole:
+            return [self.box_of(box) for box in boxes]
+        parts = (intersect(box, self.stored) for box in boxes)
+        return [self.box_of(part) for part in parts if part is not None]
 
     def part_of(self, view: torch.Tensor, whole: Box, box: Box) -> torch.Tensor:
         """Return the part of a target that a box of the array fills, in the array's dimensions.
@@ -52,7 +86,7 @@ class Grid:
 
     def bytes_of(self, first: int, stop: int) -> tuple[int, int]:
         """Return where in the file elements [first, stop) begin and end (bytes)."""
-        item, base = self.tensor.itemsize, self.tensor.offset
+        item, base = self.itemsize, self.offset
         return base + first * item, base + stop * item
 
     def runs(self, box: Box, near: int) -> Iterator[tuple[int, int]]:
@@ -64,7 +98,7 @@ class Grid:
         while cut:
             dim = cut - 1
             step = self.steps[dim]
-            if box.sizes[dim] > 1 and (step - length) * self.tensor.itemsize > near:
+            if box.sizes[dim] > 1 and (step - length) * self.itemsize > near:
                 break
             length += (box.sizes[dim] - 1) * step
             cut = dim
@@ -74,13 +108,17 @@ class Grid:
             yield begin, begin + length
 
 
-def grid_of(tensor: FileTensor) -> Grid | None:
-    """Return the grid of a tensor that has elements; None if it is no row-major array."""
-    dims = range(len(tensor.shape))
-    order = tuple(sorted(dims, key=lambda dim: -tensor.stride[dim] * (tensor.shape[dim] > 1)))
-    shape = tuple([tensor.shape[dim] for dim in order])
+def grid_of(tensor: FileTensor, chunk: Chunk, dtype: torch.dtype, offset: int) -> Grid | None:
+    """Return the grid of a chunk that has elements; None if it is no row-major array.
+
+    Args:
+        tensor, chunk, dtype, offset: see `Grid`.
+    """
+    sizes, strides = chunk.elements.sizes, chunk.stride
+    order = tuple(sorted(range(len(sizes)), key=lambda dim: -strides[dim] * (sizes[dim] > 1)))
+    shape = tuple([sizes[dim] for dim in order])
     steps = contiguous_stride(shape)
     for dim, size, step in zip(order, shape, steps, strict=True):
-        if size > 1 and tensor.stride[dim] != step:
+        if size > 1 and strides[dim] != step:
             return None
-    return Grid(tensor, order, shape, steps)
+    return Grid(tensor, chunk, dtype, offset, order, shape, steps)

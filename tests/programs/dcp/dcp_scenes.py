@@ -248,6 +248,21 @@ def load(folder: str) -> None:
     assert (report.container, report.verified) == ("dcp", True)
     assert [line.rank for line in report.ranks] == [0, 1]
 
+    # Of what both want each reads a part; of what one wants, only that.
+    whole = torch.zeros(7, 600)
+    for broadcast, least, most in ((True, 1, 1.1), (False, 2, 2.2)):
+        whole.zero_()
+        report = distributed.load(
+            path, {"columns": whole}, strict=False, cast=True, broadcast=broadcast
+        )
+        assert torch.equal(whole, full.bfloat16().float())
+        assert least <= report.bytes / (full.nbytes // 2) <= most, report
+        assert any(line.sent_bytes for line in report.ranks) == broadcast
+    mine = distribute_tensor(torch.zeros(7, 600, dtype=torch.bfloat16), mesh, [Shard(1)])
+    report = distributed.load(path, {"columns": mine}, strict=False)
+    assert torch.equal(mine.full_tensor(), full.bfloat16())
+    assert not any(line.sent_bytes for line in report.ranks), report
+
     for verify, strict in ((rank == 0, True), (False, rank == 0), (False, rank == 1)):
         text = "strict and verify_on_load are not the same on all ranks"
         with (
