@@ -27,6 +27,7 @@ from workloads import (
     ALL,
     CONTROLS,
     IMPORTED,
+    IN_MEMORY,
     OURS,
     Files,
     Workload,
@@ -41,7 +42,6 @@ pytestmark = [
     pytest.mark.timeout(3600),
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
 ]
-_IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 _PATIENCE = 120.0
 _MOST_OF_A_CONTROL = 300  # states, in the short form
 
@@ -155,7 +155,7 @@ def recorded() -> dict[str, Recorded]:
     need("strace", root=False)
     found: dict[str, Recorded] = {}
     with (
-        tempfile.TemporaryDirectory(dir=_IN_MEMORY) as folder,
+        tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder,
         contextlib.closing(Server(*IMPORTED, variables=variables())) as server,
     ):
         for ranks in sorted({one.ranks for one in ALL.values()}):
@@ -165,7 +165,7 @@ def recorded() -> dict[str, Recorded]:
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir=_IN_MEMORY) as folder:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         yield Path(folder)
 
 

@@ -33,6 +33,7 @@ from workloads import (
     ALL,
     CONTROLS,
     IMPORTED,
+    IN_MEMORY,
     OURS,
     Files,
     files_of,
@@ -46,7 +47,6 @@ pytestmark = [
     pytest.mark.timeout(7200),
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
 ]
-_IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 _PATIENCE = 300.0
 
 
@@ -218,7 +218,7 @@ def disk(
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir=_IN_MEMORY) as folder:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         yield Path(folder)
 
 

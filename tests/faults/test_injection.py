@@ -14,8 +14,6 @@ import os
 import random
 import re
 import struct
-import subprocess
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import Any
 import pytest
 from mounts import need, run
 from states import check, is_whole, listing
+from support.traced_calls import attached
 from victims import DURABLE, Victim, Zygote
 
 pytestmark = pytest.mark.timeout(3600)
@@ -63,23 +62,8 @@ _LINE = re.compile(r"^(\d+)\s+(\w+)\(")
 def traced(victim: Victim, *words: str) -> Iterator[None]:
     """Attach strace to a paused victim for the `with` block, at whose end the victim is gone."""
     victim.await_line("ready")
-    report, calls = victim.folder / "strace", victim.folder / "calls"
-    with report.open("wb") as errors:
-        tracer = subprocess.Popen(
-            ["strace", "-f", "-o", str(calls), *words, "-p", str(victim.pid)], stderr=errors
-        )
-    try:
-        deadline = time.monotonic() + 30
-        while b"attached" not in report.read_bytes():
-            assert tracer.poll() is None, report.read_text()
-            assert time.monotonic() < deadline, "strace does not attach"
-            time.sleep(0.002)
+    with attached([victim.pid], words, victim.folder / "calls", victim.folder / "strace"):
         yield
-    except BaseException:
-        tracer.kill()
-        raise
-    finally:
-        tracer.wait(30)
 
 
 def calls_of(victim: Victim) -> dict[str, int]:

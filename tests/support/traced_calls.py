@@ -12,7 +12,8 @@ import re
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,14 +54,17 @@ def mark(text: str) -> None:
 
 
 @contextlib.contextmanager
-def traced(pids: list[int], trace: Path) -> Iterator[None]:
-    """Trace running processes for the `with` block, at whose end they are gone."""
+def attached(pids: list[int], words: Sequence[str], calls: Path, report: Path) -> Iterator[None]:
+    """Attach strace to running processes for the `with` block, at whose end they are gone.
+
+    Args:
+        words: its options.
+        calls: where it writes the calls.
+        report: where it says what it does.
+    """
     who = [word for pid in pids for word in ("-p", str(pid))]
-    calls = ",".join(f"?{name}" for name in CALLS.split(","))  # not every machine has all
-    words = ["strace", "-f", "-xx", "-y", "-s", str(64 << 20), "-e", f"trace={calls}"]
-    report = trace.with_suffix(".err")
     with report.open("wb") as errors:
-        tracer = subprocess.Popen([*words, "-o", str(trace), *who], stderr=errors)
+        tracer = subprocess.Popen(["strace", "-f", *words, "-o", str(calls), *who], stderr=errors)
     try:
         deadline = time.monotonic() + 60
         while report.read_bytes().count(b" attached") < len(pids):
@@ -73,6 +77,13 @@ def traced(pids: list[int], trace: Path) -> Iterator[None]:
         raise
     finally:
         tracer.wait(60)
+
+
+def traced(pids: list[int], trace: Path) -> AbstractContextManager[None]:
+    """Trace running processes for a `with` block, at whose end they are gone."""
+    calls = ",".join(f"?{name}" for name in CALLS.split(","))  # not every machine has all
+    words = ["-xx", "-y", "-s", str(64 << 20), "-e", f"trace={calls}"]
+    return attached(pids, words, trace, trace.with_suffix(".err"))
 
 
 class _Call(NamedTuple):

@@ -6,6 +6,7 @@ number of mesh dimensions.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -112,7 +113,7 @@ def _of_chunk(total: int, count: int, at: int) -> int:
     return min(max(total - at * chunk, 0), chunk)
 
 
-class Holders:
+class Holders(ABC):
     """A tensor as one replica holds it.
 
     Attributes:
@@ -123,17 +124,17 @@ class Holders:
     spans: Sequence[tuple[int, int]] = ()
     is_stored = True
 
+    @abstractmethod
     def holder_at(self, element: int) -> tuple[int, int]:
         """Return who holds an element, and the end of the elements from there that it holds."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parts(self, first: int, stop: int) -> Sequence[tuple[Box, int]]:
         """Return the boxes of elements [first, stop), in a fixed order, with their holders."""
-        raise NotImplementedError
 
+    @abstractmethod
     def own_parts(self, first: int, stop: int) -> Sequence[Box]:
         """Return those of this rank, in the same order, and cut alike."""
-        raise NotImplementedError
 
 
 class RangeHolders(Holders):
