@@ -60,6 +60,7 @@ from fastserial.distributed.state.agreement import Compared
 from fastserial.distributed.state.merging import Describer, described, merged
 from fastserial.errors import FastserialError
 from fastserial.formats.stored import Chunk, whole_box
+from fastserial.formats.tensors import contiguous_stride
 from fastserial.progress import show_line
 from fastserial.reports import RankReport
 
@@ -295,10 +296,11 @@ def plan_of_a_load(case: Case, rank: int) -> Callable[[], Counts]:
     """
     specs = specs_of(case)
     tensors = [
-        FileTensor(number, specs[number].dtype, specs[number].shape,
-                   (Chunk(whole_box(specs[number].shape), name_of(specs[number].dtype), "",
-                          offset, 0),))
+        FileTensor(number, spec.dtype, spec.shape, (Chunk(
+            whole_box(spec.shape), name_of(spec.dtype), "", offset, 0, 0,
+            contiguous_stride(spec.shape)),))
         for number, _, offset, _ in file_plan_of(specs, case.ranks).records
+        for spec in (specs[number],)
     ]  # fmt: skip
     memory = torch.empty(len(specs), dtype=torch.uint8)
 

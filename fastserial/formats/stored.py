@@ -98,6 +98,11 @@ class Chunk(NamedTuple):
         """The box of a tensor's elements."""
         return self.box or Box((), ())
 
+    def is_all_of(self, shape: tuple[int, ...]) -> bool:
+        """Return whether it has all elements of a tensor of this shape."""
+        offsets, sizes = self.elements
+        return sizes == shape and not any(offsets)
+
     @property
     def nbytes(self) -> int | None:
         """Bytes of its elements; None if it is a value, or of a dtype that is not known here."""

@@ -171,7 +171,7 @@ class FastStorageReader(FileSystemReader):
         filled: list[tuple[ReadItem, torch.Tensor]] = []
         for grid, requests in arrays:
             for request in requests:
-                starts = zip(grid.stored.offsets, request.storage_offsets, strict=True)
+                starts = zip(grid.chunk.elements.offsets, request.storage_offsets, strict=True)
                 box = Box(tuple(map(sum, starts)), tuple(request.lengths))
                 target = _target(planner, request, box.sizes, files.path_of(grid.chunk.file))
                 filled.append((request, target))

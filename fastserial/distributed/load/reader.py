@@ -43,7 +43,7 @@ class Arrays:
         """
         self._files = files
         self._first: dict[int, FileTensor] = {}
-        self._made: dict[tuple[int, Chunk], Grid | Chunk] = {}
+        self._made: dict[tuple[int, int], Grid | Chunk] = {}
         same: dict[object, FileTensor] = {}
         for _, tensor in leaves:
             if isinstance(tensor, FileTensor) and tensor.problem is None and tensor.chunks:
@@ -68,21 +68,24 @@ class Arrays:
         first = self._first.get(tensor.number)
         if first is None:
             return []
-        if len(first.chunks) == 1 and first.chunks[0].elements == whole_box(first.shape):
-            return [self._array(first, first.chunks[0])]
-        found: list[Chunk] = []
+        chunks = first.chunks
+        if len(chunks) == 1 and chunks[0].is_all_of(first.shape):
+            return [self._array(first, 0)]
+        found: set[int] = set()
         for box in boxes:
-            parts = [(one, part) for one in first.chunks if (part := intersect(box, one.elements))]
-            if sum(part.numel for _, part in parts) != box.numel:
-                path, key = self._files.path, first.chunks[0].key
+            parts = [(at, intersect(box, one.elements)) for at, one in enumerate(chunks)]
+            found.update(at for at, part in parts if part is not None)
+            if sum(part.numel for _, part in parts if part is not None) != box.numel:
+                path, key = self._files.path, chunks[0].key
                 raise CorruptCheckpointError("its parts do not make it up", path=path, record=key)
-            found += [one for one, _ in parts]
-        return [self._array(first, one) for one in dict.fromkeys(found)]
+        return [self._array(first, at) for at in sorted(found)]
 
-    def _array(self, tensor: FileTensor, chunk: Chunk) -> Grid | Chunk:
-        found = self._made.get((tensor.number, chunk))
+    def _array(self, tensor: FileTensor, number: int) -> Grid | Chunk:
+        """Return the array of a chunk, given its number."""
+        found = self._made.get((tensor.number, number))
         if found is None:
-            found = self._made[tensor.number, chunk] = array_of(tensor, chunk, self._files)
+            found = array_of(tensor, tensor.chunks[number], self._files)
+            self._made[tensor.number, number] = found
         return found
 
 
@@ -162,7 +165,7 @@ def divided_jobs(jobs: Sequence[TensorMatch], arrays: Arrays) -> Jobs:
                 odd.append(OddPart(tensor, None, box, view))
             targets: list[ReadTarget] = []
             for one in found:
-                part = intersect(box, one.stored if isinstance(one, Grid) else one.elements)
+                part = intersect(box, (one.chunk if isinstance(one, Grid) else one).elements)
                 if part is None:
                     continue
                 inner = view if part == box else view[part.slices(box)]

@@ -25,6 +25,7 @@ class Grid:
     Attributes:
         tensor: of which it is.
         chunk: which of its elements it has, and where they are.
+        is_whole: it has all of them.
         dtype: of the elements there.
         offset: where they begin: an address of `reading.files`.
         order: the tensor's dimension for each of the array's, the outermost first.
@@ -33,6 +34,7 @@ class Grid:
 
     tensor: FileTensor
     chunk: Chunk
+    is_whole: bool
     dtype: torch.dtype
     offset: int
     order: tuple[int, ...]
@@ -44,22 +46,12 @@ class Grid:
         """Bytes of one element."""
         return int(self.dtype.itemsize)
 
-    @property
-    def stored(self) -> Box:
-        """Which elements of the tensor the chunk has."""
-        return self.chunk.elements
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has all elements of the tensor."""
-        return self.stored.sizes == self.tensor.shape and not any(self.stored.offsets)
-
     def box_of(self, part: Box) -> Box:
         """Return the array's box for a box of the tensor of which the chunk has all elements."""
         starts = part.offsets
         if not self.is_whole:
             starts = tuple(
-                [at - base for at, base in zip(starts, self.stored.offsets, strict=True)]
+                [at - base for at, base in zip(starts, self.chunk.elements.offsets, strict=True)]
             )
         return Box(
             tuple([starts[dim] for dim in self.order]),
@@ -70,7 +62,7 @@ class Grid:
         """Return the array's boxes for what the chunk has of boxes of the tensor."""
         if self.is_whole:
             return [self.box_of(box) for box in boxes]
-        parts = (intersect(box, self.stored) for box in boxes)
+        parts = (intersect(box, self.chunk.elements) for box in boxes)
         return [self.box_of(part) for part in parts if part is not None]
 
     def part_of(self, view: torch.Tensor, whole: Box, box: Box) -> torch.Tensor:
@@ -121,4 +113,5 @@ def grid_of(tensor: FileTensor, chunk: Chunk, dtype: torch.dtype, offset: int) -
     for dim, size, step in zip(order, shape, steps, strict=True):
         if size > 1 and strides[dim] != step:
             return None
-    return Grid(tensor, chunk, dtype, offset, order, shape, steps)
+    is_whole = chunk.is_all_of(tensor.shape)
+    return Grid(tensor, chunk, is_whole, dtype, offset, order, shape, steps)
