@@ -434,11 +434,11 @@ def test_ranks_with_planners_of_two_kinds_are_an_error() -> None:
         with warned if other is Changing else nullcontext():
             coordinator = planner_of(other)
         ours, plan = planner_of(FastSavePlanner), coordinator.create_local_plan()
-        with pytest.raises(ValueError, match="rank 0 has another kind of planner"):
+        with pytest.raises(ValueError, match=r"rank 0.* has another kind of planner"):
             ours.create_global_plan([plan])
         told = ours.create_local_plan()
         if other is Changing:
-            with pytest.raises(ValueError, match="rank 1 has another kind of planner"):
+            with pytest.raises(ValueError, match=r"rank 1.* has another kind of planner"):
                 coordinator.create_global_plan([plan, told])
         else:
             plans, _ = coordinator.create_global_plan([plan, told])
