@@ -49,6 +49,8 @@ def test_one_process_does_not_convert_what_ranks_saved(tmp_path: Path, merge: st
     if merge:
         stages = nn.ModuleDict({str(rank): nn.BatchNorm1d(4) for rank in range(2)})
         cases.append(("stage", stages, {"": 1, "0": 2, "1": 2}))
+        stages = nn.ModuleDict({str(rank): Versioned(2, 2) for rank in range(2)})
+        cases.append(("custom", stages, {"": 1, "0": 2, "1": 2}))
     for name, module, expected in cases:
         with Checkpointer(tmp_path, {name: module}) as checkpointer:
             assert checkpointer.resume(only=[name]) == 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -206,7 +206,9 @@ class LoadTask:
         """
         match, names = self._match, [path_name(where) for where, _ in leaves]
         call = self._broadcast, self._strict, self._config.verify_on_load
-        rest = runs_of(unused(leaves, match.used))
+        free = runs_of(unused(leaves, match.used))
+        used = {*match.used, *match.offered}
+        rest = runs_of(unused(leaves, used)) if match.offered else free, free
         mine = json.dumps([self._damage, match.missing, match.problems, call, rest]).encode()
         found = gather_distinct(self._traffic, [_FOUND + mine, *wanted])
         self._wanted = [one for one in found if not one.text.startswith(_FOUND)]
@@ -216,11 +218,12 @@ class LoadTask:
             for text, ranks in found
             if text.startswith(_FOUND)
         ]
-        unexpected = set(range(len(names)))
-        for *_, runs, _ in every:
-            unexpected.intersection_update(number for run in runs for number in range(*run))
+        unexpected, of_none = (
+            set.intersection(*(_numbers(runs[which]) for *_, runs, _ in every)) for which in (0, 1)
+        )
         extra = [names[number] for number in sorted(unexpected)]
         self._unexpected = tuple(extra)
+        match.leave_out(path for number, (path, _) in enumerate(leaves) if number not in of_none)
         self._damage = next((damage for damage, *_ in every if damage), "")
         problems = [(texts, ranks) for _, _, texts, *_, ranks in every]
         if len({tuple(call) for *_, call, _, _ in every}) > 1:
@@ -418,6 +421,10 @@ def refusal_of(
     more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     text = "\n\t".join([*lines[:_SHOWN], *more])
     return f"{path} does not fit what is to be filled:\n\t{text}"
+
+
+def _numbers(runs: Iterable[Sequence[int]]) -> set[int]:
+    return {number for run in runs for number in range(*run)}
 
 
 def _files_of(path: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,6 +40,8 @@ class Match:
         missing: keys that the file lacks.
         problems: what cannot be loaded, and why.
         used: paths of the file; what lies below is used, too.
+        offered: paths of the file that only a module's own `load_state_dict` may know, which gets
+            them, unless another rank uses them (another stage of a pipeline).
     """
 
     rank: int
@@ -53,6 +55,7 @@ class Match:
     missing: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     used: set[Path] = field(default_factory=set)
+    offered: dict[Path, LiveState] = field(default_factory=dict)
     _absent: dict[str, Any] = field(default_factory=dict)
     _puts: list[Callable[[], None]] = field(default_factory=list)
     _live: list[LiveState] = field(default_factory=list)
@@ -84,6 +87,13 @@ class Match:
             self.missing = [
                 name for name in self.missing if not _is_tied(self._absent.get(name), filled)
             ]
+
+    def leave_out(self, used: Iterable[Path]) -> None:
+        """Give no module's own `load_state_dict` what another rank uses."""
+        if self.offered:
+            begun = {path[:length] for path in used for length in range(len(path) + 1)}
+            for path in begun & self.offered.keys():
+                del self.offered[path].entries[path[-1]]
 
     def finish(self) -> None:
         """Set what is not a tensor's memory, once the bytes are read."""
@@ -187,13 +197,15 @@ class Match:
             return
         live.take_versions(there)
         if self._needs_own(live, there):
-            self.used.add(path)
-            live.replace(
-                {
-                    key: self._made(item, (*path, key), _like(live.entries.get(key), item))
-                    for key, item in there.items()
-                }
-            )
+            made = {}
+            for key, item in there.items():
+                where = (*path, key)
+                if key in live.entries:
+                    self.used.add(where)
+                else:
+                    self.offered[where] = live
+                made[key] = self._made(item, where, _like(live.entries.get(key), item))
+            live.replace(made)
             return
         # Extra states: the module knows what they are.
         others = {key for key, one in live.entries.items() if not is_leaf(one) and key in there}
@@ -213,7 +225,7 @@ class Match:
             if not _is_alike(one, there.get(key)) and not (self.tied and key not in there)
         }
         if live.conversion is Conversion.USERS and there.keys() - live.entries.keys():
-            return True  # else what other ranks have, such as other stages of a pipeline
+            return True
         return bool(differing) and (
             live.conversion is not Conversion.NONE
             or all(
@@ -407,7 +419,7 @@ def file_leaves(value: Any) -> list[tuple[Path, Any]]:
     return found
 
 
-def unused(leaves: list[tuple[Path, Any]], used: set[Path]) -> Iterator[int]:
+def unused(leaves: list[tuple[Path, Any]], used: Container[Path]) -> Iterator[int]:
     """Yield the numbers of the leaves of which no beginning of the path is used."""
     for number, (path, _) in enumerate(leaves):
         if not any(path[:length] in used for length in range(len(path) + 1)):

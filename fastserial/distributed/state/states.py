@@ -175,6 +175,7 @@ class LiveState:
         self.parameters: dict[str, torch.Tensor] = {}
         self.conversion = Conversion.NONE
         self._has_versions = False
+        self._keys: Set[str] | None = None  # before `replace`
         if isinstance(value, Optimizer):
             self._module = module_of(value, modules, nest)
             self._optimizer = value
@@ -253,9 +254,7 @@ class LiveState:
 
     def replace(self, entries: dict[str, Any]) -> None:
         """Let the module's own `load_state_dict` get other entries than the module's memory."""
-        if not self._has_versions and entries.keys() != self.entries.keys():
-            self._versions = None
-        self.entries, self._loose = entries, True
+        self._keys, self.entries, self._loose = self.entries.keys(), entries, True
 
     def give_back(self, strict: bool = True) -> None:
         """Load what is not the module's or the optimizer's own memory.
@@ -292,7 +291,8 @@ class LiveState:
     def _with_versions(self) -> dict[str, Any]:
         """Return a module's entries as `state_dict()` returns them."""
         state = OrderedDict(self.entries)
-        if self._versions is not None:
+        is_known = self._has_versions or self._keys is None or self._keys == state.keys()
+        if self._versions is not None and is_known:
             state._metadata = self._versions  # type: ignore[attr-defined]
         return state
 

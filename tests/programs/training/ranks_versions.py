@@ -13,7 +13,7 @@ from support.ranks import join
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastserial import Checkpointer
+from fastserial import Checkpointer, distributed
 
 
 def wrapped() -> nn.Module:
@@ -29,16 +29,23 @@ def main() -> None:
     state: dict[str, Any] = {"m": wrapped()}
     if merge:
         state["stage"] = nn.ModuleDict({str(rank): nn.BatchNorm1d(4)})
-        nn.init.constant_(state["stage"][str(rank)].weight, 3.0)
+        state["custom"] = nn.ModuleDict({str(rank): Versioned(2, 2)})
+        for name in ("stage", "custom"):
+            nn.init.constant_(state[name][str(rank)].weight, 3.0)
     made: dict[str, Any] = {"merge": "union"} if merge else {}
     with Checkpointer(folder, state, timeout=60, **made) as checkpointer:
         checkpointer.save(1)
-    for one in state.values():
-        nn.init.zeros_(next(one.parameters()))
-    with Checkpointer(folder, state, timeout=60, **made) as checkpointer:
-        assert checkpointer.resume() == 1
-    for one in state.values():
-        assert (next(one.parameters()) == 3.0).all()
+    loads = [lambda: Checkpointer(folder, state, timeout=60, **made).resume()]
+    if merge:
+        path = folder / "whole.pt"
+        distributed.save(state, path, timeout=60, merge="union")
+        loads.append(lambda: distributed.load(path, state, timeout=60))
+    for load in loads:
+        for one in state.values():
+            nn.init.zeros_(next(one.parameters()))
+        load()
+        for one in state.values():
+            assert (next(one.parameters()) == 3.0).all()
     dist.barrier()
 
 
