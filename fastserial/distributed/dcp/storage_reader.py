@@ -5,6 +5,7 @@ Reads stock's checkpoints and ours.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping, Sequence
 from time import perf_counter
@@ -130,6 +131,7 @@ class FastStorageReader(FileSystemReader):
         if extended:
             super().read_data(LoadPlan(extended), planner).wait()
         found = [self._read_file(wanted, planner, files) for wanted in by_file.values()]
+        files.check_unchanged()
         report_load(
             **files.report(),
             config=files.config,
@@ -144,7 +146,7 @@ class FastStorageReader(FileSystemReader):
     ) -> bool:
         """Read items of one file in one pass; return whether all were compared with a checksum.
 
-        What is no array, stock reads, once it was compared.
+        What is no array is compared first.
         """
         verified = True
         arrays: list[tuple[Grid, list[ReadItem]]] = []
@@ -154,10 +156,11 @@ class FastStorageReader(FileSystemReader):
             if isinstance(array, Grid):
                 arrays.append((array, requests))
                 continue
+            data = files.data_of(chunk)
             if chunk.nbytes != 0:
-                verified &= self._verify and files.is_sound(chunk, files.data_of(chunk))
+                verified &= self._verify and files.is_sound(chunk, data)
             for request in requests:
-                self._read_by_stock(request, planner, files)
+                self._read_odd(request, planner, files.path_of(chunk.file), data)
         with paused_collection(), torch.no_grad():
             return self._read_arrays(arrays, planner, files) and verified
 
@@ -191,12 +194,15 @@ class FastStorageReader(FileSystemReader):
             planner.commit_tensor(request, target)
         return all(map(parts.checks, targets))
 
-    def _read_by_stock(self, request: ReadItem, planner: LoadPlanner, files: StoredFiles) -> None:
+    def _read_odd(self, request: ReadItem, planner: LoadPlanner, path: str, data: bytes) -> None:
+        """Pass a value on; let stock read a tensor that is no array."""
         try:
-            super().read_data(LoadPlan([request]), planner).wait()
+            if request.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(request, io.BytesIO(data))
+            else:
+                super().read_data(LoadPlan([request]), planner).wait()
         except ours(Exception) as error:  # its text may say which class to allow
             text, name = f"torch does not load it: {error}", request.storage_index.fqn
-            path = files.path_of(self._info(request).relative_path)
             raise UnreadableCheckpointError(text, path=path, record=name) from error
 
     # -- the rest ------------------------------------------------------------------------------
