@@ -28,34 +28,34 @@ from fastserial.bench.table import check_files
 from fastserial.checkpoints.convert import name_of
 from fastserial.config import current
 from fastserial.console import say
-from fastserial.distributed.load.read_plan import ReadPlan
-from fastserial.distributed.load.reader import Arrays, divided_jobs
-from fastserial.distributed.load.wanted import Demands, demands_of, texts_of
-from fastserial.distributed.onefile.saver import SaveDecision, StateSummary, join_summaries
-from fastserial.distributed.onefile.shared_file import FileIdentity
-from fastserial.distributed.plan.matching import TensorMatch
-from fastserial.distributed.ranks.call import RankCall
-from fastserial.distributed.ranks.copies import Copies
-from fastserial.distributed.ranks.distinct import (
+from fastserial.distributed.comm.call import RankCall
+from fastserial.distributed.comm.distinct import (
     TextHolders,
     digest_of,
     gather_distinct,
     join_holders,
 )
-from fastserial.distributed.ranks.group import Arrival, Traffic
-from fastserial.distributed.ranks.links import framed
-from fastserial.distributed.ranks.tree import Neighbours, ancestors, neighbours
-from fastserial.distributed.reading.files import StoredFiles
-from fastserial.distributed.save.partition import FilePlan, Move, Partition
-from fastserial.distributed.sharding.file_index import FileTensor
-from fastserial.distributed.sharding.pieces import (
+from fastserial.distributed.comm.group import Arrival, RankGroup
+from fastserial.distributed.comm.links import framed
+from fastserial.distributed.comm.replicas import Copies
+from fastserial.distributed.comm.tree import Neighbours, ancestors, neighbours
+from fastserial.distributed.layout.file_index import FileTensor
+from fastserial.distributed.layout.placement import (
+    DimShard,
     Holding,
     Mesh,
-    Split,
     TensorSpec,
     boxes_on,
     views,
 )
+from fastserial.distributed.load.files import StoredFiles
+from fastserial.distributed.load.matching import TensorMatch
+from fastserial.distributed.load.read_plan import ReadPlan
+from fastserial.distributed.load.reader import Arrays, divided_jobs
+from fastserial.distributed.load.wanted import Demands, demands_of, texts_of
+from fastserial.distributed.save.partition import FilePlan, Move, Partition
+from fastserial.distributed.save.session import SaveDecision, StateSummary, join_summaries
+from fastserial.distributed.save.shared_file import FileIdentity
 from fastserial.distributed.state.agreement import Compared
 from fastserial.distributed.state.merging import Describer, described, merged
 from fastserial.errors import FastserialError
@@ -131,7 +131,7 @@ class ScalingRow:
 
 def _fsdp(case: Case) -> Iterator[TensorSpec]:
     """FSDP2: every tensor in rows among all ranks."""
-    mesh = Mesh((case.ranks,), (tuple(range(case.ranks)),), (Split(0),))
+    mesh = Mesh((case.ranks,), (tuple(range(case.ranks)),), (DimShard(0),))
     for shape, _, dtype in _tensors(case.tensors):
         yield TensorSpec(shape, dtype, mesh)
 
@@ -140,7 +140,7 @@ def _hsdp(case: Case) -> Iterator[TensorSpec]:
     """HSDP: rows among up to 128 ranks, and replicas of that."""
     shards = max(2, min(128, case.ranks // 2))
     grid = (case.ranks // shards, shards)
-    mesh = Mesh(grid, (tuple(range(grid[0] * shards)),), (Split(None), Split(0)))
+    mesh = Mesh(grid, (tuple(range(grid[0] * shards)),), (DimShard(None), DimShard(0)))
     for shape, _, dtype in _tensors(case.tensors):
         yield TensorSpec(shape, dtype, mesh)
 
@@ -153,9 +153,9 @@ def _parallel(case: Case) -> Iterator[TensorSpec]:
     for stage in range(stages):
         members = (tuple(range(stage * each, stage * each + grid[0] * tensor)),)
         meshes = {
-            None: Mesh(grid, members, (Split(0), Split(None))),
-            0: Mesh(grid, members, (Split(0, tensor), Split(0))),
-            1: Mesh(grid, members, (Split(0), Split(1))),
+            None: Mesh(grid, members, (DimShard(0), DimShard(None))),
+            0: Mesh(grid, members, (DimShard(0, tensor), DimShard(0))),
+            1: Mesh(grid, members, (DimShard(0), DimShard(1))),
         }
         own = case.tensors * (stage + 1) // stages - case.tensors * stage // stages
         for shape, dim, dtype in _tensors(own):
@@ -240,14 +240,14 @@ class _Replayed:
         pass
 
 
-def _replayed(case: Case, rank: int) -> tuple[Traffic, _Replayed, Neighbours]:
-    """Return a rank's traffic that is ready for a call, and what it is fed from."""
+def _replayed(case: Case, rank: int) -> tuple[RankGroup, _Replayed, Neighbours]:
+    """Return a rank's group that is ready for a call, and what it is fed from."""
     stores: Any = torch.distributed
-    traffic, fed = Traffic(tuple(range(case.ranks)), rank, stores.HashStore()), _Replayed()
-    traffic.links.group = fed
-    traffic.begin(600, RankCall("a save"))
+    comm, fed = RankGroup(tuple(range(case.ranks)), rank, stores.HashStore()), _Replayed()
+    comm.links.group = fed
+    comm.begin(600, RankCall("a save"))
     around = neighbours(rank, case.ranks)
-    return traffic, fed, around
+    return comm, fed, around
 
 
 def _below(rank: int, around: Neighbours, case: Case) -> dict[int, range]:
@@ -321,13 +321,13 @@ def plan_of_a_load(case: Case, rank: int) -> Callable[[], Counts]:
         texts = texts_of(jobs_of(members[0]), Arrays(leaves, files).number_of)
         for member in members:
             wanted[member] = texts
-    traffic, fed, around = _replayed(case, rank)
+    comm, fed, around = _replayed(case, rank)
     _feed_distinct(fed, around, _below(rank, around, case), wanted)
 
     def work() -> Counts:
         arrays = Arrays(leaves, files)
         jobs = divided_jobs(list(jobs_of(rank)), arrays)
-        found = gather_distinct(traffic, texts_of(jobs.jobs, arrays.number_of))
+        found = gather_distinct(comm, texts_of(jobs.jobs, arrays.number_of))
         plan = ReadPlan(jobs.grids, jobs.targets, Demands(demands_of(found)), rank)
         most = 0
         for group, number in plan.steps():
@@ -346,7 +346,7 @@ def control_messages(case: Case, rank: int) -> Callable[[], Counts]:
     specs = specs_of(case)
     meshes = list(dict.fromkeys(spec.held for spec in specs if isinstance(spec.held, Mesh)))
     grids = [mesh.grids for mesh in meshes]
-    traffic, fed, around = _replayed(case, rank)
+    comm, fed, around = _replayed(case, rank)
 
     def summary(one: int) -> StateSummary:
         found: dict[Compared, Copies] = {"table": Copies(b"1" * 32, (one,))}
@@ -379,10 +379,10 @@ def control_messages(case: Case, rank: int) -> Callable[[], Counts]:
         fed.give(around.parent, len(whole))
 
     def work() -> Counts:
-        traffic.meet()
-        traffic.reduce(summary(rank), join_summaries, decision)
-        traffic.agree()
-        traffic.decide(report(rank), len)
+        comm.match_calls()
+        comm.reduce_on_root(summary(rank), join_summaries, decision)
+        comm.barrier()
+        comm.decide_on_root(report(rank), len)
         return Counts(fed.sent, fed.most)
 
     return work
@@ -397,13 +397,13 @@ def union(case: Case, rank: int) -> Callable[[], Counts]:
         return {f"layers.{key}.weight": torch.empty(1) for key in range(first, stop)}
 
     texts = [[described(state(stage), Describer(0, {}, set()))[0]] for stage in range(stages)]
-    traffic, fed, around = _replayed(case, rank)
+    comm, fed, around = _replayed(case, rank)
     every = [texts[one * stages // case.ranks] for one in range(case.ranks)]
     _feed_distinct(fed, around, _below(rank, around, case), every)
     mine = state(rank * stages // case.ranks)
 
     def work() -> Counts:
-        if len(merged(mine, traffic)) != case.tensors:
+        if len(merged(mine, comm)) != case.tensors:
             raise FastserialError("a key is missing")
         return Counts(fed.sent, fed.most)
 

@@ -70,9 +70,9 @@ FAULTS = [
     Fault("a block goes to a rank twice", "distributed/save/partition.py", "if begin != seen and (record.offset % GRAIN or end == begin):", "if record.offset % GRAIN or end == begin:"),  # noqa: E501
     Fault("a move goes to another place of its tile", "distributed/save/partition.py", "found.pieces[piece] = at + piece.offset - first", "found.pieces[piece] = at"),  # noqa: E501
     Fault("the tiles of a slab end elsewhere", "distributed/save/partition.py", "end = first + min(high, low + (tile + 1) * record.tile - done)", "end = first + high"),  # noqa: E501
-    Fault("another rank's file is not compared", "distributed/onefile/shared_file.py", "if (found.st_ino, found.st_size) != (identity.inode, identity.nbytes):", "if False:"),  # noqa: E501
-    Fault("another rank does not sync", "distributed/onefile/shared_file.py", "        synced(self.fd)", "        pass"),  # noqa: E501
-    Fault("copies are not compared", "distributed/ranks/copies.py", "if first.setdefault(leaf, checksum) != checksum:", "if first.setdefault(leaf, checksum) is None:"),  # noqa: E501
+    Fault("another rank's file is not compared", "distributed/save/shared_file.py", "if (found.st_ino, found.st_size) != (identity.inode, identity.nbytes):", "if False:"),  # noqa: E501
+    Fault("another rank does not sync", "distributed/save/shared_file.py", "        synced(self.fd)", "        pass"),  # noqa: E501
+    Fault("copies are not compared", "distributed/comm/replicas.py", "if first.setdefault(leaf, checksum) != checksum:", "if first.setdefault(leaf, checksum) is None:"),  # noqa: E501
     Fault("CRC-32s are combined with a wrong length", "checksums.py", "crc32_combine(crc, piece.crc, piece.length)", "crc32_combine(crc, piece.crc, piece.length - 1)"),  # noqa: E501
     Fault("an older shard file stays", "distributed/dcp/storage_writer.py", "        folder.sweep(self._alone)\n\n    def storage_meta", "\n    def storage_meta"),  # noqa: E501
 ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastserial.distributed.onefile.background import save_async
-from fastserial.distributed.onefile.calls import load, save
-from fastserial.distributed.sharding.flat_shard import FlatShard
+from fastserial.distributed.api import load, save
+from fastserial.distributed.layout.flat_shard import FlatShard
+from fastserial.distributed.save.background import save_async
 
 if TYPE_CHECKING:
     from fastserial.distributed.dcp import (

@@ -20,20 +20,20 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from fastserial.checkpoints.convert import Converted, ConvertSource, part_of
 from fastserial.checkpoints.tensor_read import fetch
 from fastserial.config import Config, current, options
-from fastserial.distributed.dcp.contents import nested, problem_of, values_of
 from fastserial.distributed.dcp.shard_layout import ShardLayout, TensorBytes, bytes_of
 from fastserial.distributed.dcp.storage_writer import FastStorageWriter
-from fastserial.distributed.reading.files import StoredFiles
-from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect
-from fastserial.distributed.sharding.pieces import unloadable
+from fastserial.distributed.layout.boxes import Box, boxes_of_range, intersect
+from fastserial.distributed.layout.placement import unloadable
+from fastserial.distributed.load.files import StoredFiles
+from fastserial.distributed.load.folder_contents import nested, problem_of, values_of
 from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.formats.container import FolderContainer
 from fastserial.formats.dcp import Metadata
 from fastserial.formats.stored import Chunk
 from fastserial.interrupts import finish, finish_after, ours
 from fastserial.loading.reader import OccasionalReader
+from fastserial.memory.address_reservation import AddressReservation
 from fastserial.memory.storages import HostMemory, Memory
-from fastserial.memory.untouched import Untouched
 from fastserial.patching.self_check import self_check
 
 _HOST = torch.device("cpu")
@@ -113,7 +113,7 @@ class FolderSource:
         self._files = StoredFiles(path, replace(current(), small_file=_READ_AT_ONCE))
         self._files.has_items = True
         self._opened: dict[str, OccasionalReader] = {}
-        self._untouched: Untouched | None = None
+        self._reserved: AddressReservation | None = None
         self._memory: dict[int, Memory] = {}  # of the tensors, by the address of their storages
         try:
             self.value = self._state(FolderContainer(path).of_all_ranks())
@@ -136,9 +136,9 @@ class FolderSource:
 
     def close(self) -> None:
         """Close the files; the tensors must not be used any more."""
-        untouched, self._untouched = self._untouched, None
+        reserved, self._reserved = self._reserved, None
         files = [file.close for file in self._opened.values()]
-        finish(self._files.close, *files, *([untouched.close] if untouched is not None else []))
+        finish(self._files.close, *files, *([reserved.close] if reserved is not None else []))
 
     def _state(self, found: Metadata) -> Any:
         files = self._files
@@ -157,9 +157,9 @@ class FolderSource:
             key: [self._part(chunk, stored.dtype) for chunk in stored.chunks if chunk.nbytes]
             for key, stored in found.tensors.items()
         }
-        self._untouched = Untouched(nbytes, len(parts))
+        self._reserved = AddressReservation(nbytes, len(parts))
         for key, stored in found.tensors.items():
-            flat[key] = tensor = self._untouched.tensor(stored.shape, dtypes[key])
+            flat[key] = tensor = self._reserved.tensor(stored.shape, dtypes[key])
             if stored.numel:
                 shape = (*stored.shape, tensor.itemsize)
                 self._memory[tensor.data_ptr()] = ChunkedMemory(shape, parts[key])

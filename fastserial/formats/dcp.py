@@ -21,6 +21,7 @@ from fastserial.formats.stored import Box, Chunk, StoredTensor
 from fastserial.formats.tensors import LARGEST, MOST_DIMENSIONS, element_count
 from fastserial.interrupts import ours
 
+METADATA = ".metadata"  # completes a folder
 METADATA_NAME = re.compile(r"(?:__\d+)?\.metadata", re.ASCII)  # of all ranks, or of one
 _MARK = b"fastserial"
 _TRAILER = struct.Struct("<10sI")

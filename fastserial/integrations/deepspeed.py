@@ -46,9 +46,9 @@ from deepspeed.utils import groups
 from fastserial import config, distributed
 from fastserial.checkpoints.save import write
 from fastserial.console import say
-from fastserial.distributed.onefile.saver import TIMEOUT, Writers
-from fastserial.distributed.ranks.call import call_of
-from fastserial.distributed.ranks.group import collective
+from fastserial.distributed.comm.call import call_of
+from fastserial.distributed.comm.group import collective
+from fastserial.distributed.save.session import TIMEOUT, Writers
 from fastserial.distributed.state.walk import leaves
 from fastserial.engines.deepspeed.aio_op import AioSettings
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine as AioEngine

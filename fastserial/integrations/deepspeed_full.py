@@ -30,9 +30,9 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from fastserial import config, distributed
 from fastserial.distributed import FlatShard
-from fastserial.distributed.onefile.saver import TIMEOUT, Writers
-from fastserial.distributed.ranks.call import call_of
-from fastserial.distributed.ranks.group import collective
+from fastserial.distributed.comm.call import call_of
+from fastserial.distributed.comm.group import collective
+from fastserial.distributed.save.session import TIMEOUT, Writers
 from fastserial.errors import ConfigError
 from fastserial.reports import SaveReport
 

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_map_only
 
 from fastserial.config import current
 from fastserial.distributed import save
-from fastserial.distributed.onefile.saver import TIMEOUT
-from fastserial.distributed.ranks.call import call_of
-from fastserial.distributed.ranks.group import collective
+from fastserial.distributed.comm.call import call_of
+from fastserial.distributed.comm.group import collective
+from fastserial.distributed.save.session import TIMEOUT
 from fastserial.files.durable import make_folder
 from fastserial.integrations.lightning import TRAINER, local_path, stock_class
 
@@ -81,7 +81,7 @@ class FastModelParallelStrategy(_Strategy):  # type: ignore[misc]
             return local
 
         with collective(None, TIMEOUT, call_of("save_checkpoint", path)) as ranks:
-            local = ranks.decide(None, local_for)  # as rank 0 sees it
+            local = ranks.decide_on_root(None, local_for)  # as rank 0 sees it
         if local is not None:
             save(checkpoint, local)
             return

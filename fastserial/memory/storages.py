@@ -230,6 +230,11 @@ def is_on_host(storage: torch.UntypedStorage) -> bool:
     return storage.device.type == "cpu"
 
 
+def all_on_host(storages: Iterable[torch.UntypedStorage]) -> bool:
+    """Return whether the bytes of all storages are in the host's memory."""
+    return device_types(storages) <= {"cpu"}
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's values are the elements of its own storage, and nothing else."""
     import torch
@@ -387,7 +392,7 @@ def storage_batch(storages: Sequence[torch.UntypedStorage]) -> Batch:
     """Return the memory of many storages, which it keeps alive."""
     address, size_of = _untyped_storage()
     sizes = list(map(size_of, storages))
-    if device_types(storages) <= {"cpu"}:
+    if all_on_host(storages):
         addresses = list(map(address, storages))
     else:
         addresses = [s.data_ptr() if is_on_host(s) else 0 for s in storages]

@@ -27,7 +27,7 @@ from fastserial.memory.storages import (
     Batch,
     HostMemory,
     Memory,
-    device_types,
+    all_on_host,
     host_bytes,
     storage_batch,
     storage_memory,
@@ -86,7 +86,7 @@ class ZipArchive:
         self, name: str, data: str | bytes | int | torch.UntypedStorage, size: int
     ) -> None:
         """Add a record of `size` bytes: text, bytes, a storage, or host memory at an address."""
-        is_here = not isinstance(data, torch.UntypedStorage) or data.device.type == "cpu"
+        is_here = not isinstance(data, torch.UntypedStorage) or all_on_host([data])
         if self._keep([(name, data, size)], size, is_here):
             return
         if isinstance(data, str):
@@ -108,7 +108,7 @@ class ZipArchive:
         """Add all storages at once, as records called `names`."""
         sizes = list(map(torch.UntypedStorage.nbytes, storages))
         nbytes = sum(sizes)
-        is_here = device_types(storages) <= {"cpu"}
+        is_here = all_on_host(storages)
         if self._keep(list(zip(names, storages, sizes, strict=True)), nbytes, is_here):
             return
         if nbytes > SMALL_FILE:

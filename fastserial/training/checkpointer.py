@@ -309,9 +309,10 @@ class Checkpointer:
     def save_on(self, *signals: int) -> None:
         """Make a checkpoint after one of these signals: the next `save` makes it, and waits for it.
 
-        `asked` is true after that, so that the loop can end. Previous handlers are called, too, and
-        a second Ctrl-C interrupts. Of several ranks, one that gets a signal is enough: all call
-        this, and `save` after each step, in which they exchange their flags about once a second.
+        `stop_requested` is true after that, so that the loop can end. Previous handlers are called,
+        too, and a second Ctrl-C interrupts. Of several ranks, one that gets a signal is enough: all
+        call this, and `save` after each step, in which they exchange their flags about once a
+        second.
         Call it in the main thread.
         """
         self._pid = os.getpid()
@@ -320,7 +321,7 @@ class Checkpointer:
             self._handlers.setdefault(number, before)
 
     @property
-    def asked(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether the last `save` made a checkpoint because of a signal.
 
         The checkpoint is in place, so a loop that ends loses nothing. The same on all ranks, until
@@ -423,12 +424,14 @@ class Checkpointer:
         Args:
             work: gets a function to call now and then, if it may take long.
         """
-        with self._ranks.together() as ranks:
+        with self._ranks.propagate_errors() as ranks:
 
             def decision(_: list[Any]) -> None:
-                work(ranks.alive)
+                work(ranks.heartbeat)
 
-            ranks.decide(None, decision)  # the others wait for the answer as long as it is alive
+            ranks.decide_on_root(
+                None, decision
+            )  # the others wait for the answer as long as it is alive
 
     def _request(
         self, only: Collection[str] | None, strict: bool, rename: Mapping[str, str]
@@ -462,13 +465,13 @@ class Checkpointer:
         path = self._folder.file(step)
         each = [name for name in self._per_rank if wanted.wants(name)]
         rng = self._rng and wanted.only is None
-        with self._ranks.together():
+        with self._ranks.propagate_errors():
             mine = self._of_this_rank(found.pop(OWN), path, rng) if each or rng else {}
             lacking = [name for name in each if name not in mine]
             if lacking and wanted.strict:
                 raise lacks_of_rank(path, lacking)
         self._ranks.restore(wanted, found, path)
-        with self._ranks.together():
+        with self._ranks.propagate_errors():
             restore(self._per_rank, mine, path, wanted.only, wanted.strict)
         if rng and "rng" in mine:
             restore_generators(mine["rng"])
@@ -603,7 +606,7 @@ def _ranks_of(
     import torch.distributed
 
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        from fastserial.distributed.ranks.call import refuse_unconnected_rank
+        from fastserial.distributed.comm.call import refuse_unconnected_rank
 
         refuse_unconnected_rank()
         return SingleProcess(weights_only)

@@ -503,7 +503,7 @@ class FolderManager:
 
 def _own_entry(path: str) -> Mapping[str, Any]:
     """Return a Checkpointer's own entry in a file; no tensor's bytes are read."""
-    from fastserial.distributed.sharding.file_index import index_of_file  # with torch.distributed
+    from fastserial.distributed.layout.file_index import index_of_file  # with torch.distributed
 
     with open(path, "rb") as file:
         value = index_of_file(file.fileno(), path).value

@@ -19,13 +19,13 @@ import torch
 
 from fastserial.checksums import check_crc, crc32
 from fastserial.config import options
-from fastserial.distributed.onefile.background import start_save
-from fastserial.distributed.onefile.loader import load_file
-from fastserial.distributed.ranks.call import RankCall
-from fastserial.distributed.ranks.group import Traffic, collective
-from fastserial.distributed.sharding.file_index import index_of_file
-from fastserial.distributed.sharding.flat_shard import FlatShard
-from fastserial.distributed.sharding.pieces import is_sharded
+from fastserial.distributed.comm.call import RankCall
+from fastserial.distributed.comm.group import RankGroup, collective
+from fastserial.distributed.layout.file_index import index_of_file
+from fastserial.distributed.layout.flat_shard import FlatShard
+from fastserial.distributed.layout.placement import is_sharded
+from fastserial.distributed.load.session import load_file
+from fastserial.distributed.save.background import start_save
 from fastserial.distributed.state.states import has_own_form, state_of_module
 from fastserial.distributed.state.walk import is_live, leaves
 from fastserial.errors import (
@@ -82,18 +82,18 @@ class ManyRanks(SingleProcess):
         self._group = group
         self._timeout = timeout
         self._merge = merge
-        with self.together("Checkpointer", users_code=False) as ranks:
+        with self.propagate_errors("Checkpointer", users_code=False) as ranks:
             self.rank, self.count = ranks.rank, ranks.size
         self.is_main = self.rank == 0
         self._warned_of_refused = not self.is_main  # values are rank 0's
-        self._calls = 0  # of `asked`
+        self._calls = 0  # of `stop_requested`
         self._next = self._pause = 1
         self._last = (0, perf_counter())
 
-    def together(
+    def propagate_errors(
         self, call: str = "Checkpointer", users_code: bool = True
-    ) -> AbstractContextManager[Traffic]:
-        return collective(self._group, self._timeout, RankCall(call), _USE, theirs=users_code)
+    ) -> AbstractContextManager[RankGroup]:
+        return collective(self._group, self._timeout, RankCall(call), _USE, user_code=users_code)
 
     def _start(self, state: dict[str, Any], job: SaveJob, base: str | None) -> PendingSave:
         return start_save(
@@ -119,7 +119,7 @@ class ManyRanks(SingleProcess):
         """Return rank 0's entry of the Checkpointer; each rank adds the row with its values."""
         nbytes: int
         own: dict[str, Any]
-        nbytes, own = ranks.decide(len(data), lambda sizes: (max(sizes), job.own))
+        nbytes, own = ranks.decide_on_root(len(data), lambda sizes: (max(sizes), job.own))
         if nbytes:
             shape, start = (self.count, nbytes), self.rank * nbytes
             own["ranks"] = FlatShard(shape, torch.uint8, start, nbytes, row_of(data, nbytes))
@@ -141,14 +141,14 @@ class ManyRanks(SingleProcess):
                 )
             return sorted((step for step, _ in common), reverse=True)
 
-        with self.together("Checkpointer.resume", users_code=False) as ranks:
-            found: list[int] = ranks.decide((folder.path, folder.sizes()), decision)
+        with self.propagate_errors("Checkpointer.resume", users_code=False) as ranks:
+            found: list[int] = ranks.decide_on_root((folder.path, folder.sizes()), decision)
             return found
 
     def read(self, wanted: ResumeRequest, path: str) -> tuple[dict[str, Any], NameDifference]:
         objects, there = wanted.objects, list[StateName]()
-        with self.together("Checkpointer.resume", users_code=False) as ranks:
-            refusal, known = ranks.decide(
+        with self.propagate_errors("Checkpointer.resume", users_code=False) as ranks:
+            refusal, known = ranks.decide_on_root(
                 set(objects), lambda names: (self._refusal(path, wanted), set.union(*names))
             )
         if refusal is not None:
@@ -204,7 +204,7 @@ class ManyRanks(SingleProcess):
         return None
 
     def restore(self, wanted: ResumeRequest, found: dict[str, Any], path: str) -> None:
-        with self.together("Checkpointer.resume"):
+        with self.propagate_errors("Checkpointer.resume"):
             super().restore(wanted, found, path)
 
     def asked(self, mine: int) -> int:
@@ -225,8 +225,10 @@ class ManyRanks(SingleProcess):
             pause = max(1, min(pause, 2 * self._pause, _MAX_PAUSE))
             return functools.reduce(operator.or_, flags), pause
 
-        with self.together("Checkpointer.save, whose turn it may be", users_code=False) as ranks:
-            found, pause = ranks.decide(mine, decision)
+        with self.propagate_errors(
+            "Checkpointer.save, whose turn it may be", users_code=False
+        ) as ranks:
+            found, pause = ranks.decide_on_root(mine, decision)
         self._pause = pause
         self._next = self._calls + pause
         return int(found)

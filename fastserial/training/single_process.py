@@ -79,7 +79,7 @@ class SingleProcess:
         self.weights_only = weights_only
         self._warned_of_refused = not weights_only
 
-    def together(
+    def propagate_errors(
         self, call: str = "Checkpointer", users_code: bool = True
     ) -> AbstractContextManager[Any]:
         """Return a context: what its body raises on one rank is raised on all of them.
@@ -92,11 +92,11 @@ class SingleProcess:
         """
         return nullcontext(self)
 
-    def decide(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
+    def decide_on_root(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
         """Give the main process the values of all ranks; return what it makes of them, on all."""
         return decision([value])
 
-    def alive(self) -> None:
+    def heartbeat(self) -> None:
         """Show other ranks that this one is alive: to be called during long work."""
 
     def prepare(self, folder: CheckpointFolder) -> None:
@@ -106,13 +106,13 @@ class SingleProcess:
             ConfigError: another process saves there.
             OSError: the folder cannot be created.
         """
-        with self.together("Checkpointer.save", users_code=False) as ranks:
-            ranks.decide(None, lambda _: folder.lock())
+        with self.propagate_errors("Checkpointer.save", users_code=False) as ranks:
+            ranks.decide_on_root(None, lambda _: folder.lock())
             os.makedirs(folder.path, exist_ok=True)  # a network file system has to look again
 
     def start(self, job: SaveJob) -> PendingSave:
         """Start to save the state of the objects, and the Checkpointer's own entry."""
-        with self.together(f"Checkpointer.save({job.own['step']})") as ranks:
+        with self.propagate_errors(f"Checkpointer.save({job.own['step']})") as ranks:
             state, of_rank = self._state(job, ranks)
             self._warn_of_refused({**state, **of_rank, OWN: None}, job.path)
             base = job.base() if self.is_main else None

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from support import ranks
 from support.simulated_ranks import Network
 
-from fastserial.distributed.ranks import group
-from fastserial.distributed.ranks.call import RankCall
-from fastserial.distributed.ranks.group import Traffic
-from fastserial.distributed.ranks.rendezvous import GRACE
-from fastserial.distributed.ranks.tree import neighbours
+from fastserial.distributed.comm import group
+from fastserial.distributed.comm.call import RankCall
+from fastserial.distributed.comm.group import RankGroup
+from fastserial.distributed.comm.rendezvous import GRACE
+from fastserial.distributed.comm.tree import neighbours
 from fastserial.errors import DistributedError, MismatchedCallError
 
 TIMEOUT = 1.5
@@ -52,11 +52,11 @@ def _in_order(around: list[Any], rank: int) -> Any:
 
 @pytest.mark.parametrize("size", [1, 2, 5, 31, 40])
 def test_values_come_in_the_order_of_the_ranks(size: int) -> None:
-    def work(traffic: Traffic) -> Any:
-        traffic.meet()
-        every = traffic.decide(traffic.rank, list)
-        most = traffic.reduce(traffic.rank, max, lambda largest: largest)
-        traffic.agree()
+    def work(comm: RankGroup) -> Any:
+        comm.match_calls()
+        every = comm.decide_on_root(comm.rank, list)
+        most = comm.reduce_on_root(comm.rank, max, lambda largest: largest)
+        comm.barrier()
         return every, most
 
     found = Network(size).run(work, 20)
@@ -66,16 +66,16 @@ def test_values_come_in_the_order_of_the_ranks(size: int) -> None:
 class Late(Network):
     """Rank 0 comes to its first call after a while."""
 
-    def traffic(self, rank: int, *more: Any, **named: Any) -> Traffic:
+    def comm(self, rank: int, *more: Any, **named: Any) -> RankGroup:
         if rank == 0:
             time.sleep(1)
-        return super().traffic(rank, *more, **named)
+        return super().comm(rank, *more, **named)
 
 
 def test_a_rank_0_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others say meanwhile for whom they wait."""
     monkeypatch.setattr(group, "_PATIENCE", 0.2)
-    found = Late(3).run(lambda traffic: traffic.decide(traffic.rank, len), 5)
+    found = Late(3).run(lambda comm: comm.decide_on_root(comm.rank, len), 5)
     assert [result for result, _ in found] == [3, 3, 3]
 
 
@@ -83,14 +83,14 @@ def test_a_rank_0_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch)
 def test_a_slow_rank_is_waited_for(slow: int) -> None:
     """Far longer than the timeout, wherever it is in the tree, while it shows that it is alive."""
 
-    def work(traffic: Traffic) -> Any:
-        traffic.meet()
-        if traffic.rank == slow:
+    def work(comm: RankGroup) -> Any:
+        comm.match_calls()
+        if comm.rank == slow:
             until = time.monotonic() + 3 * TIMEOUT
             while time.monotonic() < until:
-                traffic.alive()
+                comm.heartbeat()
                 time.sleep(0.02)
-        return traffic.decide(traffic.rank, len)
+        return comm.decide_on_root(comm.rank, len)
 
     assert [result for result, _ in Network(40).run(work, TIMEOUT)] == [40] * 40
 
@@ -106,10 +106,10 @@ def test_a_rank_that_fails_is_named_on_all(how: str, victim: int, step: int) -> 
     assert neighbours(3, 40).children
     steps = itertools.count
 
-    def work(traffic: Traffic) -> Any:
+    def work(comm: RankGroup) -> Any:
         at = steps()
-        for call in (traffic.meet, traffic.agree, traffic.agree):
-            if traffic.rank == victim and next(at) == step:
+        for call in (comm.match_calls, comm.barrier, comm.barrier):
+            if comm.rank == victim and next(at) == step:
                 if how == "raises":
                     raise ValueError("mine")
                 if how == "killed":
@@ -134,33 +134,35 @@ def test_who_is_late_is_not_taken_for_who_is_silent(
     monkeypatch.setattr(group, "GRACE", 0.1)
     network = Network(4)
 
-    def work(traffic: Traffic) -> None:
-        traffic.meet()
-        if traffic.rank == 2:
+    def work(comm: RankGroup) -> None:
+        comm.match_calls()
+        if comm.rank == 2:
             network.ended.wait(60)
-        if traffic.rank == 1:
+        if comm.rank == 1:
             time.sleep(TIMEOUT / 2)
         if waits_for == "words":
-            traffic.agree()
+            comm.barrier()
         else:
-            traffic.receive((traffic.rank + 1) % 4, torch.zeros(8))()
+            comm.receive((comm.rank + 1) % 4, torch.zeros(8))()
 
     found = network.run(work, TIMEOUT, but=2)
     for rank in (0, 1, 3):
         assert getattr(found[rank][0], "rank", None) == 2, (rank, found[rank])
 
 
-def _make_calls(traffic: Traffic, names: list[str]) -> list[tuple[str, Any]]:
+def _make_calls(comm: RankGroup, names: list[str]) -> list[tuple[str, Any]]:
     """Make calls, in each of which the ranks tell each other its name; return what came of each."""
     outcomes: list[tuple[str, Any]] = []
     for name in names:
         call = RankCall("save", name, name)
         try:
-            with traffic.held_for(call):
-                traffic.begin(20, call)
-                with traffic.together():
-                    traffic.meet()
-                    outcomes.append((name, traffic.decide(name, lambda each: sorted(set(each)))))
+            with comm.held_for(call):
+                comm.begin(20, call)
+                with comm.propagate_errors():
+                    comm.match_calls()
+                    outcomes.append(
+                        (name, comm.decide_on_root(name, lambda each: sorted(set(each))))
+                    )
         except MismatchedCallError as error:
             outcomes.append((name, error))
     return outcomes
@@ -178,7 +180,7 @@ def test_ranks_that_skip_and_repeat_calls(size: int, seed: int) -> None:
         plans.append([*plan, "one", "two", "three"])
     threads, network = ThreadPoolExecutor(size), Network(size)
     work = [
-        threads.submit(_make_calls, network.traffic(rank), plan) for rank, plan in enumerate(plans)
+        threads.submit(_make_calls, network.comm(rank), plan) for rank, plan in enumerate(plans)
     ]
     for rank, outcomes in enumerate([one.result(60) for one in work]):
         assert [name for name, _ in outcomes] == plans[rank]
@@ -206,22 +208,22 @@ def test_a_store_that_was_slow_once_ends_no_later_call() -> None:
 
             return answer
 
-    def calls(traffic: Traffic) -> list[str]:
-        assert _make_calls(traffic, ["first"]) == [("first", ["first"])]
-        with pytest.raises((DistributedError, ValueError)), traffic.held_for(RankCall("fails")):
-            traffic.begin(6, RankCall("fails"))
-            with traffic.together():
-                traffic.meet()
-                if traffic.rank == 1:
-                    here = traffic._rendezvous._here()
+    def calls(comm: RankGroup) -> list[str]:
+        assert _make_calls(comm, ["first"]) == [("first", ["first"])]
+        with pytest.raises((DistributedError, ValueError)), comm.held_for(RankCall("fails")):
+            comm.begin(6, RankCall("fails"))
+            with comm.propagate_errors():
+                comm.match_calls()
+                if comm.rank == 1:
+                    here = comm._rendezvous._here()
                     here.inner = SlowStore(here.inner)
-                if traffic.rank == 0:
+                if comm.rank == 0:
                     raise ValueError("mine")
-                traffic.agree()
-        return _make_calls(traffic, ["next"])[0][1]
+                comm.barrier()
+        return _make_calls(comm, ["next"])[0][1]
 
     with ThreadPoolExecutor(3) as threads:
-        traffics = [network.traffic(rank) for rank in range(3)]
+        traffics = [network.comm(rank) for rank in range(3)]
         assert list(threads.map(calls, traffics, timeout=60)) == [["next"]] * 3
     assert not slow
 

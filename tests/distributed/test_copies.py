@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastserial.distributed.ranks.copies import checksums
+from fastserial.distributed.comm.replicas import checksums
 
 
 @pytest.mark.parametrize("rows", [3, 100_000])

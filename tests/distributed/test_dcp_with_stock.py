@@ -22,9 +22,9 @@ from fastserial.distributed import (
     FastStorageReader,
     FastStorageWriter,
 )
-from fastserial.distributed.dcp import contents
 from fastserial.distributed.dcp.planners import divide
-from fastserial.distributed.reading.files import StoredFiles
+from fastserial.distributed.load import folder_contents as contents
+from fastserial.distributed.load.files import StoredFiles
 from fastserial.errors import CheckpointReplacedError, FastserialError, UnreadableCheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # that this is one process

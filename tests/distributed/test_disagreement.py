@@ -15,7 +15,7 @@ from support import ranks
 
 import fastserial
 from fastserial import distributed
-from fastserial.distributed.ranks.store import BoundedStore
+from fastserial.distributed.comm.store import BoundedStore
 
 FULL = os.environ.get("FASTSERIAL_DISTRIBUTED") == "full"
 pytestmark = pytest.mark.slow

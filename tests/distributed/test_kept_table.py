@@ -1,4 +1,4 @@
-"""A save with the table and stand-ins of the one before, while what they depend on is the same."""
+"""A save with the table and placeholders of the one before, if what they come from is the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fastserial import distributed
-from fastserial.distributed.onefile import saver
+from fastserial.distributed.save import session as saver
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastserial.distributed.layout.placement import MeshHolders, MeshRanks, SplitDim
+from fastserial.distributed.layout.boxes import Box, run_of, span_of
+from fastserial.distributed.layout.holders import MeshHolders, MeshRanks, SplitDim
+from fastserial.distributed.layout.placement import DimShard, Flat, Mesh, TensorSpec, boxes_on
 from fastserial.distributed.save.partition import GRAIN, FilePlan, FileRange, Move, Partition, Round
-from fastserial.distributed.sharding.boxes import Box, run_of, span_of
-from fastserial.distributed.sharding.pieces import Flat, Mesh, Split, TensorSpec, boxes_on
 
 DTYPES = (torch.uint8, torch.float32, torch.complex128)
 ROWS, COLUMNS, DEPTHS = (1, 3, 40, 300), (1, 8, 150), (1, 2, 5)
@@ -41,14 +41,17 @@ def random_held(chance: random.Random, size: int, units: list[list[int]], shape:
         grid = (2, len(members) // 2)
         first, second = (chance.choice([None, *dims]) for _ in grid)
         strided = first is not None and chance.random() < 0.5  # as FSDP2 with tensor parallelism
-        splits = Split(first, grid[1] if strided and first == second else 1), Split(second)
+        splits = DimShard(first, grid[1] if strided and first == second else 1), DimShard(second)
         if first is not None and chance.random() < 0.2:
-            splits = Split(first, chance.choice([2, 3])), Split(second)  # in no order of chunks
+            splits = (
+                DimShard(first, chance.choice([2, 3])),
+                DimShard(second),
+            )  # in no order of chunks
         return Mesh(grid, (tuple(members),), splits)
     several = tuple(tuple(unit) for unit in units if len(unit) == len(members))
     grids = several if chance.random() < 0.3 and disjoint(several) else (tuple(members),)
     factor = 2 if chance.random() < 0.1 else 1
-    return Mesh((len(members),), grids, (Split(chance.choice(dims), factor),))
+    return Mesh((len(members),), grids, (DimShard(chance.choice(dims), factor),))
 
 
 def disjoint(grids: tuple[tuple[int, ...], ...]) -> bool:
@@ -296,7 +299,7 @@ def test_nothing_travels_that_a_rank_alone_has() -> None:
 @pytest.mark.parametrize("axis", [0, 1])
 def test_rows_are_of_one_replica(axis: int) -> None:
     """Of HSDP: the shards of a tensor are taken from the same replica of the mesh."""
-    splits = [Split(None), Split(0)]
+    splits = [DimShard(None), DimShard(0)]
     mesh = Mesh((2, 2), ((0, 1, 2, 3),), tuple(splits if axis == 0 else reversed(splits)))
     replicas = [{0, 1}, {2, 3}] if axis == 0 else [{0, 2}, {1, 3}]
     specs = [TensorSpec((8, GRAIN), torch.uint8, mesh)] * 4
@@ -322,13 +325,13 @@ def test_flat_ranges_are_of_one_replica(writers: list[int], cuts_replicas: bool)
 
 def test_boxes_side_by_side_are_no_run() -> None:
     """A rank may hold neighbouring rows apart, as a strided shard of a mesh of one rank."""
-    spec = TensorSpec((512, 4096), torch.float32, Mesh((1,), ((0,),), (Split(0, 2),)))
+    spec = TensorSpec((512, 4096), torch.float32, Mesh((1,), ((0,),), (DimShard(0, 2),)))
     check(FilePlan(spec.nbytes + 900, [(0, 0, 640, spec.nbytes)], [0, 1]), [spec], 2)
 
 
 def test_all_owners_of_a_large_interleaved_tensor_work_at_once() -> None:
     """And none puts more than a tile together in a round."""
-    spec = TensorSpec((64, 2 * GRAIN), torch.uint8, Mesh((4,), ((0, 1, 2, 3),), (Split(1),)))
+    spec = TensorSpec((64, 2 * GRAIN), torch.uint8, Mesh((4,), ((0, 1, 2, 3),), (DimShard(1),)))
     plan = FilePlan(spec.nbytes, [(0, 0, 0, spec.nbytes)], [0, 1, 2, 3])
     made = partitions(plan, [spec], 4)
     assert [len(one.rounds) for one in made] == [8] * 4
@@ -338,7 +341,7 @@ def test_all_owners_of_a_large_interleaved_tensor_work_at_once() -> None:
 
 
 def test_many_small_tensors_travel_at_once() -> None:
-    spec = TensorSpec((256,), torch.float32, Mesh((4,), ((0, 1, 2, 3),), (Split(0),)))
+    spec = TensorSpec((256,), torch.float32, Mesh((4,), ((0, 1, 2, 3),), (DimShard(0),)))
     records = [(n, n, 1152 * n, spec.nbytes) for n in range(4000)]
     made = Partition(FilePlan(1152 * 4000, records, [0, 1, 2, 3]), [spec] * 4000, 1, 4)
     assert len(made.rounds) <= 2  # 64, if each record were counted
@@ -348,7 +351,7 @@ def test_many_small_tensors_travel_at_once() -> None:
 def test_what_the_group_lacks_is_not_passed_over(missing: int) -> None:
     """Of two replicas one is incomplete; of shard 1 there is none, or one."""
     grid = (0, -1, 2, -1 if missing == 2 else 3)
-    spec = TensorSpec((8, GRAIN), torch.uint8, Mesh((2, 2), (grid,), (Split(None), Split(0))))
+    spec = TensorSpec((8, GRAIN), torch.uint8, Mesh((2, 2), (grid,), (DimShard(None), DimShard(0))))
     plan = FilePlan(spec.nbytes, [(0, 0, 0, spec.nbytes)], [0, 1, 2, 3])
     if missing == 2:
         with pytest.raises(ValueError, match="do not make the whole"):
@@ -362,7 +365,7 @@ def test_a_rank_looks_at_its_own_only() -> None:
     calls = []
     for size in (16, 1024):
         shape = (64 * size, 2 * GRAIN)
-        spec = TensorSpec(shape, torch.uint8, Mesh((size,), (tuple(range(size)),), (Split(0),)))
+        spec = TensorSpec(shape, torch.uint8, Mesh((size,), (tuple(range(size)),), (DimShard(0),)))
         records = [(n, n, 192 + n * (spec.nbytes + 192), spec.nbytes) for n in range(8)]
         plan = FilePlan(8 * (spec.nbytes + 192), records, list(range(size)))
         with pytest.MonkeyPatch.context() as patch:

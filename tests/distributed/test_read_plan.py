@@ -18,26 +18,26 @@ from support.simulated_ranks import Network
 
 from fastserial.checkpoints.convert import name_of
 from fastserial.config import current
+from fastserial.distributed.comm.distinct import FromRanks, gather_distinct
+from fastserial.distributed.comm.group import RankGroup
 from fastserial.distributed.layout import slabs
-from fastserial.distributed.load import read_plan
-from fastserial.distributed.load.read_plan import ReadPlan
-from fastserial.distributed.load.reader import Arrays, divided_jobs
-from fastserial.distributed.load.wanted import Demands, demands_of, texts_of
-from fastserial.distributed.plan.matching import TensorMatch
-from fastserial.distributed.ranks.distinct import FromRanks, gather_distinct
-from fastserial.distributed.ranks.group import Traffic
-from fastserial.distributed.reading.files import StoredFiles
-from fastserial.distributed.sharding.boxes import Box
-from fastserial.distributed.sharding.file_index import FileTensor
-from fastserial.distributed.sharding.grid import Grid
-from fastserial.distributed.sharding.pieces import (
+from fastserial.distributed.layout.boxes import Box
+from fastserial.distributed.layout.file_index import FileTensor
+from fastserial.distributed.layout.grid import Grid
+from fastserial.distributed.layout.placement import (
+    DimShard,
     Flat,
     Holding,
     Mesh,
-    Split,
     TensorSpec,
     boxes_on,
 )
+from fastserial.distributed.load import read_plan
+from fastserial.distributed.load.files import StoredFiles
+from fastserial.distributed.load.matching import TensorMatch
+from fastserial.distributed.load.read_plan import ReadPlan
+from fastserial.distributed.load.reader import Arrays, divided_jobs
+from fastserial.distributed.load.wanted import Demands, demands_of, texts_of
 from fastserial.formats.stored import Chunk, whole_box
 from fastserial.formats.tensors import contiguous_stride
 
@@ -53,8 +53,8 @@ def a_view(box: Box) -> torch.Tensor:
 def told(said: list[list[bytes]]) -> list[list[FromRanks]]:
     """Return what each rank hears if they say this."""
 
-    def work(traffic: Traffic) -> list[FromRanks]:
-        return gather_distinct(traffic, said[traffic.rank])
+    def work(comm: RankGroup) -> list[FromRanks]:
+        return gather_distinct(comm, said[comm.rank])
 
     found = [result for result, _ in Network(len(said)).run(work, timeout=30)]
     assert all(one == found[0] for one in found)
@@ -68,7 +68,7 @@ def random_mesh(chance: random.Random, ranks: list[int], dims: int) -> Mesh:
     first, second = (chance.choice([None, *range(dims)]) for _ in range(2))
     strided = first is not None and first == second and chance.random() < 0.7
     factor = count // rows if strided and chance.random() < 0.8 else 2 if strided else 1
-    return Mesh((rows, count // rows), (tuple(ranks),), (Split(first, factor), Split(second)))
+    return Mesh((rows, count // rows), (tuple(ranks),), (DimShard(first, factor), DimShard(second)))
 
 
 def random_holdings(chance: random.Random, size: int, tensor: FileTensor) -> list[list[Any]]:
@@ -277,10 +277,10 @@ def calls_of_a_plan(size: int, tensors: int) -> int:
     """Return how many functions a rank calls to plan a load of sharded and replicated tensors."""
     ranks, grid = tuple(range(size)), (size // 32, 32)
     meshes = [
-        Mesh((size,), (ranks,), (Split(0),)),
-        Mesh(grid, (ranks,), (Split(None), Split(0))),
-        Mesh(grid, (ranks,), (Split(0, 32), Split(0))),
-        Mesh(grid, (ranks,), (Split(0), Split(1))),
+        Mesh((size,), (ranks,), (DimShard(0),)),
+        Mesh(grid, (ranks,), (DimShard(None), DimShard(0))),
+        Mesh(grid, (ranks,), (DimShard(0, 32), DimShard(0))),
+        Mesh(grid, (ranks,), (DimShard(0), DimShard(1))),
         None,
     ]
     shapes = [(4096, 4096), (512,), (64, 4096)]

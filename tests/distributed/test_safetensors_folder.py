@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastserial import WriteError, distributed
-from fastserial.distributed.onefile import safetensors
+from fastserial.distributed.save import safetensors
 from fastserial.errors import ConfigError, DistributedError
 
 MOST = 50_000

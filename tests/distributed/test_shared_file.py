@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastserial.distributed.onefile.shared_file import FileIdentity, OpenedFile
+from fastserial.distributed.save.shared_file import FileIdentity, OpenedFile
 from fastserial.errors import WriteError
 
 

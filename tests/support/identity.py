@@ -568,13 +568,13 @@ class _Digester:
         self.hash = hashlib.sha256()
         self.seen: dict[int, int] = {}
         self.storages: dict[int, int] = {}
-        self.alive: list[Any] = []  # so that no id is given twice
+        self.heartbeat: list[Any] = []  # so that no id is given twice
 
     def say(self, *words: object) -> None:
         self.hash.update(repr(words).encode("utf-8", "surrogatepass"))
 
     def storage(self, storage: torch.UntypedStorage) -> None:
-        self.alive.append(storage)
+        self.heartbeat.append(storage)
         if storage.device.type == "meta":
             self.say("storage", str(storage.device), storage.nbytes())
         elif not storage.nbytes():  # releases differ in whether they share these on reading
@@ -600,13 +600,13 @@ class _Digester:
         elif isinstance(value, _NAMED):
             self.say(value.__module__, value.__qualname__)
         elif not isinstance(value, _SHARED):
-            self.alive.append(value)
+            self.heartbeat.append(value)
             self.compound(value)
         elif id(value) in self.seen:
             self.say("again", self.seen[id(value)])
         else:
             self.seen[id(value)] = len(self.seen)
-            self.alive.append(value)
+            self.heartbeat.append(value)
             self.compound(value)
 
     def compound(self, value: Any) -> None:

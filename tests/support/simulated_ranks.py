@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastserial.distributed.ranks.call import RankCall
-from fastserial.distributed.ranks.group import Traffic
+from fastserial.distributed.comm.call import RankCall
+from fastserial.distributed.comm.group import RankGroup
 
 
 class Network:
@@ -51,12 +51,12 @@ class Network:
             self.changed.notify_all()
         self.ended.wait(60)
 
-    def traffic(self, rank: int, ranks: tuple[int, ...] | None = None, use: str = "") -> Traffic:
+    def comm(self, rank: int, ranks: tuple[int, ...] | None = None, use: str = "") -> RankGroup:
         """Return a rank's connections, not made yet."""
-        return Traffic(ranks or tuple(range(self.size)), rank, self.store, use, self.connect)
+        return RankGroup(ranks or tuple(range(self.size)), rank, self.store, use, self.connect)
 
     def run(
-        self, work: Callable[[Traffic], Any], timeout: float, but: int = -1
+        self, work: Callable[[RankGroup], Any], timeout: float, but: int = -1
     ) -> list[tuple[Any, float]]:
         """Run a function on all ranks; return what each returned or raised, and its seconds.
 
@@ -66,16 +66,16 @@ class Network:
         found: list[tuple[Any, float]] = [(None, 0.0)] * self.size
 
         def one(rank: int) -> None:
-            began, traffic = time.monotonic(), self.traffic(rank)
+            began, comm = time.monotonic(), self.comm(rank)
             try:
-                with traffic.held_for(RankCall("a test")):
-                    traffic.begin(timeout, RankCall("a test"))
-                    with traffic.together():
-                        result = work(traffic)
+                with comm.held_for(RankCall("a test")):
+                    comm.begin(timeout, RankCall("a test"))
+                    with comm.propagate_errors():
+                        result = work(comm)
             except BaseException as error:
                 result = error.with_traceback(None)
             found[rank] = result, time.monotonic() - began
-            traffic.links.drop()
+            comm.links.drop()
 
         threads = [
             threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(self.size)

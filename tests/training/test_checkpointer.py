@@ -77,7 +77,7 @@ def test_handlers_of_before_are_called_and_come_back(tmp_path: Path) -> None:
         with Checkpointer(tmp_path, {"x": 1}, every=100) as checkpointer:
             checkpointer.save_on(signal.SIGUSR1, signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert not checkpointer.asked  # there is no checkpoint yet
+            assert not checkpointer.stop_requested  # there is no checkpoint yet
             saving = checkpointer.save(2)
             assert saving is not None
             assert saving.done()

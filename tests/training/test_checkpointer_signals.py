@@ -37,19 +37,19 @@ def test_the_loop_ends_with_its_checkpoint(
     with Checkpointer(tmp_path, {"it": state}, every=every) as checkpointer:
         checkpointer.save_on(signal.SIGTERM)
         for step in range(1, 8):
-            if looks == "before the next step" and checkpointer.asked:
+            if looks == "before the next step" and checkpointer.stop_requested:
                 break
             state.step = step
             if step == 3 and comes == "before the save":
                 signal.raise_signal(signal.SIGTERM)
             state.signal_at = 3 if comes == "in it" else 0
-            asked = checkpointer.asked
+            asked = checkpointer.stop_requested
             checkpointer.save(step, force=step == 3 and comes == "in it")
             if step == 3 and comes == "after it":
                 signal.raise_signal(signal.SIGTERM)
             if looks == "before the save" and asked:
                 break
-            if looks == "after the save" and checkpointer.asked:
+            if looks == "after the save" and checkpointer.stop_requested:
                 break
         else:
             pytest.fail("the loop does not end")
@@ -81,7 +81,7 @@ def test_ctrl_c_interrupts_when_it_comes_again(tmp_path: Path) -> None:
                 signal.raise_signal(signal.SIGINT)
             checkpointer.save(2)
             checkpointer.save(3)
-            assert not checkpointer.asked
+            assert not checkpointer.stop_requested
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -92,10 +92,10 @@ def test_a_request_outlives_a_save_that_fails(tmp_path: Path) -> None:
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Exception, match="pickle"):
             checkpointer.save(1)
-        assert not checkpointer.asked
+        assert not checkpointer.stop_requested
         state["x"] = 1
         assert checkpointer.save(2) is not None
-        assert checkpointer.asked
+        assert checkpointer.stop_requested
 
 
 def test_a_forked_child_dies_of_the_signal_as_ever(tmp_path: Path) -> None:
@@ -112,4 +112,4 @@ def test_a_forked_child_dies_of_the_signal_as_ever(tmp_path: Path) -> None:
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
         checkpointer.save(1)
-        assert not checkpointer.asked
+        assert not checkpointer.stop_requested

@@ -18,7 +18,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fastserial.formats.dcp import METADATA_NAME, Known, framed
+from fastserial.formats.dcp import METADATA, METADATA_NAME, Known, framed
 from fastserial.interrupts import ours, suppress
 from fastserial.memory.held_settings import paused_collection
 
@@ -46,7 +46,6 @@ def encoded(metadata: Metadata) -> bytes:
         return framed(pickle.dumps(metadata))
 
 
-METADATA = ".metadata"
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)
 _SHARD_IN_BYTES = re.compile(rb"__\d+_\d+\.distcp")
 

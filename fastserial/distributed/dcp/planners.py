@@ -35,11 +35,11 @@ from torch.distributed.checkpoint.planner import (
 
 from fastserial.checksums import crc32
 from fastserial.config import current
-from fastserial.distributed.layout.placement import Share
-from fastserial.distributed.ranks.call import ranks_in_words
-from fastserial.distributed.ranks.copies import checksums, differing
-from fastserial.distributed.sharding.boxes import Box
-from fastserial.distributed.sharding.pieces import as_dtensor, holding, is_over_plain, unloadable
+from fastserial.distributed.comm.call import ranks_in_words
+from fastserial.distributed.comm.replicas import checksums, differing
+from fastserial.distributed.layout.boxes import Box
+from fastserial.distributed.layout.holders import Share
+from fastserial.distributed.layout.placement import as_dtensor, holding, is_over_plain, unloadable
 from fastserial.distributed.state.facts import facts_of
 from fastserial.distributed.state.tables import SHARED_FROM
 from fastserial.errors import UnknownPlacementError

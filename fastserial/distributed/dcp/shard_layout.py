@@ -19,15 +19,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fastserial.checkpoints.tensor_read import is_dense
 from fastserial.checksums import CrcLedger, crc32
+from fastserial.distributed.comm.exchange import GatheredMemory
 from fastserial.distributed.dcp.folder import storage_info
-from fastserial.distributed.ranks.exchange import GatheredMemory
 from fastserial.errors import LayoutError
 from fastserial.formats.dcp import Known
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Made, Trailer
 from fastserial.formats.zip_layout import ZipLayout
 from fastserial.interrupts import cleanup, ours
+from fastserial.memory.address_reservation import AddressReservation
 from fastserial.memory.storages import HostMemory, Memory, StorageMemory, is_on_host
-from fastserial.memory.untouched import Untouched
 from fastserial.patching.self_check import self_check
 from fastserial.saving.archive import checksums_wanted, finish_layout, storage_alignment
 
@@ -140,10 +140,10 @@ def frame_of(
         LayoutError: torch writes a tensor with several storages.
     """
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    untouched = Untouched(nbytes, 1)
-    with cleanup(untouched.close):
+    reserved = AddressReservation(nbytes, 1)
+    with cleanup(reserved.close):
         tensor = torch.empty(0, dtype=dtype, device="cpu")
-        tensor.set_(untouched.storage(nbytes), 0, shape, strides)
+        tensor.set_(reserved.storage(nbytes), 0, shape, strides)
         archive = _RecordLayout(ZipLayout(_ARCHIVE, alignment, checksums))
         save: Any = torch.serialization._save
         save(tensor, archive, pickle, _PROTOCOL, False)

@@ -20,20 +20,20 @@ from torch.futures import Future
 from fastserial.checkpoints.convert import name_of
 from fastserial.checksums import crc_mismatch
 from fastserial.config import current
-from fastserial.distributed.dcp.folder import METADATA, known_of, metadata_name
+from fastserial.distributed.dcp.folder import known_of, metadata_name
+from fastserial.distributed.layout.boxes import Box
+from fastserial.distributed.layout.file_index import FileTensor
+from fastserial.distributed.layout.grid import Grid
+from fastserial.distributed.load.files import StoredFiles
+from fastserial.distributed.load.part_reader import PartReader, ReadTarget
 from fastserial.distributed.load.reader import array_of, records_of
-from fastserial.distributed.reading.files import StoredFiles
-from fastserial.distributed.reading.part_reader import PartReader, ReadTarget
-from fastserial.distributed.sharding.boxes import Box
-from fastserial.distributed.sharding.file_index import FileTensor
-from fastserial.distributed.sharding.grid import Grid
 from fastserial.errors import (
     CorruptCheckpointError,
     LoadMismatchError,
     UnreadableCheckpointError,
 )
 from fastserial.files.sources import FileStamp, stamp
-from fastserial.formats.dcp import Known, is_framed
+from fastserial.formats.dcp import METADATA, Known, is_framed
 from fastserial.formats.stored import Chunk
 from fastserial.interrupts import cleanup, ours
 from fastserial.loading.reader import report_load

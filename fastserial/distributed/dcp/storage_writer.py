@@ -29,13 +29,14 @@ from torch.futures import Future
 
 from fastserial.config import current
 from fastserial.config.performance import SCATTERED_CHUNK
-from fastserial.distributed.dcp.folder import METADATA, ShardFolder, encoded, metadata_name
+from fastserial.distributed.dcp.folder import ShardFolder, encoded, metadata_name
 from fastserial.distributed.dcp.planners import FastSavePlanner
 from fastserial.distributed.dcp.shard_layout import ShardLayout
 from fastserial.distributed.dcp.staging import staged
 from fastserial.errors import write_error
 from fastserial.files.durable import make_folder, replace_bytes
 from fastserial.files.paths import absolute
+from fastserial.formats.dcp import METADATA
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import synchronize
 from fastserial.saving.writer import FastFileWriter

@@ -1,441 +1,426 @@
-"""Which rank holds an element of a tensor: arithmetic on the placements, no list of ranks.
+"""What a rank holds of a tensor, and what every other rank holds of it.
 
-Of replicas one is looked at, as a whole. What an answer costs grows with the answer, and with the
-number of mesh dimensions.
+A `TensorSpec` is plain data: with it every rank knows what every other one holds.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect, span_of
-from fastserial.distributed.sharding.pieces import Flat, Mesh, boxes_at, split_order
-from fastserial.formats.tensors import contiguous_stride
+import torch
 
-_KEPT, _PARTS_KEPT = 1024, 64  # answers that are kept of a tensor, and the most parts of one
+from fastserial.distributed.layout.boxes import Box, boxes_of_range
+from fastserial.distributed.layout.flat_shard import FlatShard
+from fastserial.errors import LoadMismatchError, UnknownPlacementError
+from fastserial.formats.tensors import reach
+from fastserial.interrupts import ours
 
-
-_INCOMPLETE = "the shards of all ranks do not make the whole tensor"
-
-
-class Share(NamedTuple):
-    """A place among several: the `at`-th of `total` bytes."""
-
-    at: int
-    total: int
-
-    def of(self, count: int) -> int:
-        """Return which of `count` equal parts has the place."""
-        return min(count * self.at // max(self.total, 1), count - 1)  # of nothing, the last
+Range = tuple[int, int]
+_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_KEPT = 16  # grids whose indices are kept
+_indices: dict[int, tuple[tuple[int, ...], dict[int, int]]] = {}
 
 
-class Run(NamedTuple):
-    """Where an index i lies in what one holder has along a dimension: [i - before, i + after).
+class DimShard(NamedTuple):
+    """How a mesh dimension splits a tensor.
 
     Attributes:
-        mesh_index: what the holder's coordinates make of its index in the mesh.
+        dim: which dimension of the tensor; None: not at all, it is replicated.
+        factor: of a `_StridedShard`; 1 for `Shard`.
     """
 
-    mesh_index: int
-    before: int
-    after: int
+    dim: int | None
+    factor: int = 1
 
 
-class Axis(NamedTuple):
-    """A mesh dimension that splits a tensor's dimension.
+class Mesh(NamedTuple):
+    """Ranks in a grid.
 
     Attributes:
-        shards: how many it makes.
-        factor: it splits each of that many equal parts of what there is (`_StridedShard`).
-        step: of its coordinates in the row-major mesh.
+        shape: of the grid.
+        grids: its ranks of the group, in row-major order; -1 for one that the group lacks. There
+            are several where each of some sub-meshes has the whole tensor.
+        splits: what each dimension of the grid does to the tensor.
     """
 
-    shards: int
-    factor: int
-    step: int
+    shape: tuple[int, ...]
+    grids: tuple[tuple[int, ...], ...]
+    splits: tuple[DimShard, ...]
 
+    def __hash__(self) -> int:
+        return hash((self.shape, self.splits))  # of all ranks it would take long for each tensor
 
-class SplitDim:
-    """A dimension of a tensor that mesh dimensions split, one after the other."""
+    def index_of(self, rank: int) -> int | None:
+        """Return a rank's row-major index in its grid, None if it is in none."""
+        for grid in self.grids:
+            index = indices_of(grid).get(rank)
+            if index is not None:
+                return index
+        return None
 
-    def __init__(self, size: int, axes: Sequence[Axis]) -> None:
-        self.size = size
-        self._axes = tuple(axes)
-        self.parts = prod(axis.factor for axis in axes)  # at most so many runs of one holder
-        self._only: tuple[int, int] | None = None  # of a single axis: size of a chunk, and its step
-        if len(axes) == 1 and axes[0].factor == 1:
-            self._only = max(1, -(-size // axes[0].shards)), axes[0].step
+    def shard_of(self, rank: int, size: int) -> int | None:
+        """Return which shard a rank has: the same number on all ranks that have its replicas.
 
-    def at(self, index: int) -> Run:
-        """Return who holds an index, and how much around it."""
-        if self._only is not None:  # most often; the same as below
-            chunk, step = self._only
-            at, offset = divmod(index, chunk)
-            return Run(at * step, offset, min(chunk, self.size - at * chunk) - offset)
-        total, found, before, after = self.size, 0, index, self.size - index
-        for shards, factor, step in self._axes:
-            if factor > 1:
-                part = -(-total // factor)
-                which, within = divmod(index, part)
-                length = min(part, total - which * part)
-                at, index = divmod(within, -(-length // shards))
-                # What holder `at` has of all parts, one after the other, is what is split next.
-                each = _of_chunk(part, shards, at)
-                here = _of_chunk(length, shards, at)
-                total = total // part * each + _of_chunk(total % part, shards, at)
-                before, after = min(before, index), min(after, here - index)
-                index += which * each
-            else:
-                at, index = divmod(index, -(-total // shards))
-                total = _of_chunk(total, shards, at)
-                before, after = min(before, index), min(after, total - index)
-            found += at * step
-        return Run(found, before, after)
-
-    def runs(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the runs in [first, stop): first index, length, and `Run.mesh_index`."""
-        while first < stop:
-            run = self.at(first)
-            length = min(run.after, stop - first)
-            yield first, length, run.mesh_index
-            first += length
-
-
-def _of_chunk(total: int, count: int, at: int) -> int:
-    """Return how many of `total` elements are in chunk `at` of `count`."""
-    chunk = -(-total // count)
-    return min(max(total - at * chunk, 0), chunk)
-
-
-class Holders(ABC):
-    """A tensor as one replica holds it.
-
-    Attributes:
-        spans: disjoint elements [first, stop) of which this rank holds some, in order.
-        is_stored: of each span it holds all, as one piece of its memory.
-    """
-
-    spans: Sequence[tuple[int, int]] = ()
-    is_stored = True
-
-    @abstractmethod
-    def holder_at(self, element: int) -> tuple[int, int]:
-        """Return who holds an element, and the end of the elements from there that it holds."""
-
-    @abstractmethod
-    def parts(self, first: int, stop: int) -> Sequence[tuple[Box, int]]:
-        """Return the boxes of elements [first, stop), in a fixed order, with their holders."""
-
-    @abstractmethod
-    def own_parts(self, first: int, stop: int) -> Sequence[Box]:
-        """Return those of this rank, in the same order, and cut alike."""
-
-
-class RangeHolders(Holders):
-    """Ranges of elements, each of one rank.
-
-    Attributes:
-        cuts: within how many blocks of the file what one rank has may end, at most.
-    """
-
-    def __init__(
-        self, shape: tuple[int, ...], ranges: Sequence[tuple[int, int, int]], rank: int
-    ) -> None:
-        """Take them.
+        None: it has none, or no other rank may have a replica of it. One outside of the grid may:
+        on a mesh of its own.
 
         Args:
-            ranges: first element, end, and rank: disjoint, in order, all of the tensor.
-            rank: this rank.
-
-        Raises:
-            ValueError: nobody holds some of it.
+            size: of the group.
         """
-        if sum(stop - first for first, stop, _ in ranges) != prod(shape):
-            raise ValueError(_INCOMPLETE)
-        self._shape = shape
-        self._firsts = [first for first, _, _ in ranges]
-        self._ranges = ranges
-        counts = Counter(owner for _, _, owner in ranges)
-        self.cuts = max(counts.values()) if len(counts) > 1 else 0
-        self._rank = rank
-        self.spans = [(first, stop) for first, stop, owner in ranges if owner == rank]
+        index = self.index_of(rank)
+        is_split = all(one.dim is not None for one in self.splits)
+        if index is None or (is_split and len(self.members()) == size and len(self.grids) == 1):
+            return None
+        number, step = 0, 1
+        for size, split in zip(reversed(self.shape), reversed(self.splits), strict=True):
+            index, at = divmod(index, size)
+            number += step * at if split.dim is not None else 0
+            step *= size
+        return number
 
-    def holder_at(self, element: int) -> tuple[int, int]:
-        _, stop, rank = self._ranges[bisect_right(self._firsts, element) - 1]
-        return rank, stop
-
-    def parts(self, first: int, stop: int) -> Sequence[tuple[Box, int]]:
-        return [
-            (box, rank)
-            for low, high, rank in self._within(first, stop)
-            for box in boxes_of_range(self._shape, low, high)
-        ]
-
-    def own_parts(self, first: int, stop: int) -> Sequence[Box]:
-        return [
-            box
-            for low, high, owner in self._within(first, stop)
-            if owner == self._rank
-            for box in boxes_of_range(self._shape, low, high)
-        ]
-
-    def _within(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        at = bisect_right(self._firsts, first) - 1
-        while at < len(self._ranges) and self._firsts[at] < stop:
-            low, high, rank = self._ranges[at]
-            yield max(low, first), min(high, stop), rank
-            at += 1
+    def members(self) -> list[int]:
+        """Return all ranks that hold something."""
+        return sorted({rank for grid in self.grids for rank in grid if rank >= 0})
 
 
-def holders_of_flat(shape: tuple[int, ...], flat: Flat, share: Share, rank: int) -> RangeHolders:
-    """Return who holds the elements of a FlatShard; of several ranks, the one at `share`.
+def indices_of(grid: tuple[int, ...]) -> dict[int, int]:
+    """Return the index of each rank in a grid, without those that the group lacks.
 
-    If some ranks hold all of it, it is one of these: ranges are not compared.
+    It is kept for the last few grids, by their identity: to hash one takes as long as a search.
+    """
+    kept = _indices.get(id(grid))
+    if kept is None or kept[0] is not grid:
+        if len(_indices) >= _KEPT:
+            _indices.clear()
+        found = {rank: index for index, rank in enumerate(grid) if rank >= 0}
+        kept = _indices[id(grid)] = grid, found
+    return kept[1]
+
+
+class Flat(NamedTuple):
+    """Flat ranges.
+
+    Attributes:
+        ranges: of each rank that holds some: rank, first element, end.
+    """
+
+    ranges: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor as all ranks together hold it.
+
+    Attributes:
+        shape, dtype: of the whole.
+        held: by whom; None: every rank holds all of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    held: Mesh | Flat | None = None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class Holding(NamedTuple):
+    """What this rank holds.
+
+    Attributes:
+        spec: the tensor. Of a FlatShard it knows this rank's range only.
+        local: this rank's tensor as it is.
+        parts: the boxes, each with a view of it in `local`.
+    """
+
+    spec: TensorSpec
+    local: torch.Tensor
+    parts: list[tuple[Box, torch.Tensor]]
+
+
+def unloadable(leaf: torch.Tensor) -> str | None:
+    """Return why a load could not fill a tensor of one rank, None if it could."""
+    if type(leaf) not in _PLAIN:
+        what = f"of the class {type(leaf).__name__}"
+    elif leaf.is_nested:
+        what = "nested"
+    elif leaf.layout is not torch.strided:
+        what = f"of the layout {leaf.layout}"
+    elif leaf.is_quantized:
+        what = "quantized"
+    elif leaf.device.type == "meta":
+        what = "without memory (device meta)"
+    else:
+        return None
+    return (
+        f"it is {what}, and ranks could not load it again; save plain tensors from which it can "
+        "be made"
+    )
+
+
+def as_dtensor(leaf: object) -> Any | None:
+    """Return a leaf if it is a DTensor. Imports nothing: without the module there is none."""
+    import sys
+
+    module = sys.modules.get("torch.distributed.tensor")
+    return leaf if module is not None and isinstance(leaf, module.DTensor) else None
+
+
+def is_sharded(leaf: object) -> bool:
+    """Return whether a rank may hold a part of a leaf only."""
+    return isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None
+
+
+def is_over_plain(sharded: Any) -> bool:
+    """Return whether the shards of a DTensor are plain tensors, which may be read as memory.
+
+    Those of another class (quantized ones, say) may consist of several tensors, or of none.
+    """
+    kind = type(sharded._local_tensor)
+    return kind in _PLAIN or kind.__name__ == "AsyncCollectiveTensor"
+
+
+def holding(
+    leaf: object,
+    key: str,
+    rank: int,
+    ranks: Mapping[int, int],
+    known: dict[int, tuple[int, ...]] | None = None,
+) -> Holding:
+    """Return what this rank holds of a leaf: a tensor, a DTensor or a FlatShard.
+
+    Args:
+        key: the leaf's name, for errors.
+        rank: this rank in the group.
+        ranks: the group's rank of each global rank.
+        known: keeps what is found of meshes, by their `id`, while they live.
 
     Raises:
-        ValueError: nobody holds some of it.
+        LoadMismatchError: a placement cannot be in a file: `Partial`, say.
     """
-    every = prod(shape)
-    alone = sorted({rank for rank, first, stop in flat.ranges if (first, stop) == (0, every)})
-    if alone and every:
-        return RangeHolders(shape, [(0, every, alone[share.of(len(alone))])], rank)
-    ends: dict[int, list[int]] = {}
-    for index, (_, first, stop) in enumerate(flat.ranges):
-        if first == stop:
-            continue
-        ends.setdefault(first, []).append(index)
-        ends.setdefault(stop, []).append(index)
-    found: list[tuple[int, int, int]] = []
-    inside: set[int] = set()
-    for first, stop in pairwise(sorted(ends)):
-        inside.symmetric_difference_update(ends[first])
-        if inside:
-            ranks = sorted({flat.ranges[index][0] for index in inside})
-            found.append((first, stop, ranks[share.of(len(ranks))]))
-    return RangeHolders(shape, found, rank)
+    if isinstance(leaf, FlatShard):
+        try:
+            leaf.check()
+        except ours(ValueError) as error:
+            raise LoadMismatchError(f"{key}: {error}") from error
+        ranges = ((rank, leaf.start, leaf.start + leaf.length),) if leaf.length else ()
+        spec = TensorSpec(leaf.param_shape, leaf.dtype, Flat(ranges))
+        return Holding(spec, leaf.tensor, views(spec, rank, leaf.tensor))
+    sharded = as_dtensor(leaf)
+    if sharded is not None:
+        if not is_over_plain(sharded):
+            raise LoadMismatchError(
+                f"{key}: its shards are of the class {type(sharded._local_tensor).__name__}, whose "
+                "memory only that class knows; save with torch.distributed.checkpoint, or the "
+                "plain tensors from which it can be made"
+            )
+        with torch.no_grad():
+            local: torch.Tensor = sharded.to_local()
+        # The shards' own type: a DTensor made by hand may say another one.
+        spec = TensorSpec(tuple(sharded.shape), local.dtype, _mesh(sharded, key, ranks, known))
+        return Holding(spec, local.detach(), views(spec, rank, local.detach(), key))
+    if isinstance(leaf, torch.Tensor):
+        spec = TensorSpec(tuple(leaf.shape), leaf.dtype)
+        return Holding(spec, leaf.detach(), views(spec, rank, leaf.detach()))
+    raise TypeError(f"{key} is not a tensor but a {type(leaf).__name__}")
 
 
-class MeshRanks:
-    """The ranks of a mesh: what does not depend on the tensor.
+def local_of(leaf: Any, key: str = "") -> torch.Tensor:
+    """Return this rank's tensor of a leaf, without its history.
 
-    Attributes:
-        mesh: without its ranks.
-        rank, index: this rank, and its index in the mesh, None if it is not in it.
-        steps: what a coordinate adds to the row-major index, for each dimension of the mesh.
-        replicas: of a tensor: the ranks of a mesh, and the index where the replica begins. If the
-            group has all ranks of some, only these.
-        missing: indices of shards of which the group has no replica.
+    Raises:
+        LoadMismatchError: its memory is less than what it has elements for.
     """
-
-    def __init__(self, mesh: Mesh, rank: int) -> None:
-        self.rank, self.index = rank, mesh.index_of(rank)
-        if len(mesh.grids) > 1:
-            mesh = mesh._replace(grids=_each_rank_once(mesh.grids))
-        self.mesh = mesh._replace(grids=())
-        self.steps = contiguous_stride(mesh.shape)
-        dims = list(zip(mesh.shape, self.steps, mesh.splits, strict=True))
-        copies = _sums([(size, step) for size, step, split in dims if split.dim is None])
-        shards = _sums([(size, step) for size, step, split in dims if split.dim is not None])
-        every = [(grid, base) for grid in mesh.grids for base in copies]
-        whole = [(grid, base) for grid, base in every if all(grid[base + at] >= 0 for at in shards)]
-        self.replicas = whole or every
-        self.missing: list[int] = []
-        if not whole:
-            self.missing = [at for at in shards if all(g[base + at] < 0 for g, base in every)]
-
-    def rank_at(self, replica: int, index: int) -> int:
-        """Return the rank at an index of a replica; if the group lacks it, that of the next one."""
-        for turn in range(len(self.replicas)):
-            grid, base = self.replicas[(replica + turn) % len(self.replicas)]
-            if grid[base + index] >= 0:
-                return grid[base + index]
-        raise ValueError(_INCOMPLETE)
+    local: torch.Tensor = leaf.tensor if isinstance(leaf, FlatShard) else leaf
+    if as_dtensor(leaf) is not None:
+        with torch.no_grad():
+            local = leaf.to_local()
+    local = local.detach()
+    if local._is_zerotensor():
+        return local.clone()  # as it is, it has no memory
+    if type(local) is torch.Tensor and local.layout is torch.strided and local.numel():
+        end = int(local.storage_offset()) + reach(local.shape, local.stride())
+        there, needed = local.untyped_storage().nbytes(), end * local.element_size()
+        if there < needed:
+            raise LoadMismatchError(
+                f"{key}: its shard needs {needed} bytes, but its storage was resized to {there}"
+            )
+    return local
 
 
-def _each_rank_once(grids: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Return grids in which a rank counts in the first that it is in, as in `Mesh.index_of`."""
-    placed: set[int] = set()
-    found: list[tuple[int, ...]] = []
-    for grid in grids:
-        found.append(tuple([-1 if rank in placed else rank for rank in grid]))
-        placed.update(grid)
-    return tuple(found)
-
-
-def _sums(dims: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the indices of a mesh of which only some dimensions are looked at."""
-    return [sum(at) for at in product(*[range(0, size * step, step) for size, step in dims])]
-
-
-class HeldSlab(NamedTuple):
-    """Consecutive elements [first, stop) that the same ranks hold, interleaved.
-
-    Attributes:
-        base: what the holders' indices in the mesh have in common.
-        number: of this slab among those of the same holders.
-    """
-
-    first: int
-    stop: int
-    base: int
-    number: int
-
-
-class Strip(NamedTuple):
-    """What a rank holds of a slab.
-
-    Attributes:
-        first, stop: from the first element that it has of the slab to the end of its last.
-        low, high: indices in the last dimension that is split.
-    """
-
-    first: int
-    stop: int
-    low: int
-    high: int
-
-
-class MeshHolders(Holders):
-    """A tensor that a mesh splits.
-
-    Attributes:
-        last: the last dimension that is split, as a `SplitDim`.
-        strip_numel: elements that a holder has side by side, at most.
-        strips: what this rank has of each slab.
-        slabs: how many slabs a holder has, at most.
-        slab_numel: elements of a slab, at most.
-        runs: how often the same is held in several runs, at most.
-    """
-
-    def __init__(self, shape: tuple[int, ...], ranks: MeshRanks, replica: int) -> None:
-        """Look at one replica.
-
-        Raises:
-            ValueError: no rank of the group has some of the tensor.
-        """
-        if any(boxes_at(shape, ranks.mesh, at) for at in ranks.missing):
-            raise ValueError(_INCOMPLETE)
-        self._shape, self._ranks = shape, ranks
-        self._replica = replica
-        self._grid, self._base = ranks.replicas[replica]
-        self._strides = contiguous_stride(shape)
-        self._dims: dict[int, SplitDim] = {}
-        for dim, size in enumerate(shape):
-            axes = [
-                Axis(ranks.mesh.shape[at], factor, ranks.steps[at])
-                for at, factor in split_order(dim, ranks.mesh)
-            ]
-            if any(axis.shards > 1 or axis.factor > 1 for axis in axes):
-                self._dims[dim] = SplitDim(size, axes)
-        at = max(self._dims, default=0)
-        self.last = self._dims.setdefault(at, SplitDim(shape[at], ()))
-        self._last, self._stride = at, self._strides[at]
-        self._outer = max((dim for dim in self._dims if dim < at), default=-1)
-        self.is_stored = prod(shape[:at]) == 1
-        self.strip_numel = self.last.at(0).after * self._stride
-        self.slabs = prod(
-            self._dims[dim].at(0).after if dim in self._dims else shape[dim]
-            for dim in range(self._outer)
-        )
-        first = self.slab_at(0)
-        self.slab_numel = first.stop
-        self.runs = prod(dim.parts for dim in self._dims.values())
-        self._parts: dict[tuple[int, int], Sequence[tuple[Box, int]]] = {}
-        self._own_parts: dict[tuple[int, int], Sequence[Box]] = {}
-        self._own = self._boxes()
-        self.strips = sorted(strip for box in self._own for strip in self._strips_of(box))
-        self.spans = [(strip.first, strip.stop) for strip in self.strips]
-
-    def holder_at(self, element: int) -> tuple[int, int]:
-        index = 0
-        for dim, split in self._dims.items():
-            run = split.at(element // self._strides[dim] % self._shape[dim])
-            index += run.mesh_index
-            if dim == self._last:
-                stop = element + run.after * self._stride - element % self._stride
-        return self.rank_at(index), stop
-
-    def rank_at(self, index: int) -> int:
-        """Return the rank at an index of the replica."""
-        rank = self._grid[self._base + index]
-        return rank if rank >= 0 else self._ranks.rank_at(self._replica, index)
-
-    def slab_at(self, element: int) -> HeldSlab:
-        """Return the slab that has an element."""
-        if self._outer < 0:
-            return HeldSlab(0, prod(self._shape), 0, 0)
-        base = number = 0
-        for dim in range(self._outer + 1):
-            at = element // self._strides[dim] % self._shape[dim]
-            run = Run(0, at, self._shape[dim] - at)
-            if dim in self._dims:
-                run = self._dims[dim].at(at)
-            base += run.mesh_index
-            if dim < self._outer:
-                number = number * (run.before + run.after) + run.before
-        stride = self._strides[self._outer]
-        first = element - element % stride - run.before * stride
-        return HeldSlab(first, first + (run.before + run.after) * stride, base, number)
-
-    def _boxes(self) -> Sequence[Box]:
-        """Return what this rank has, none if it is not in the replica that is looked at."""
-        if self._ranks.index is None:
-            return ()
-        found = boxes_at(self._shape, self._ranks.mesh, self._ranks.index)
-        if found and self.holder_at(span_of(self._shape, found[0])[0])[0] != self._ranks.rank:
-            return ()
-        return found
-
-    def _strips_of(self, box: Box) -> Iterator[Strip]:
-        """Yield what a box is of each slab."""
-        inner = max(self._outer, 0)
-        offsets, sizes = box
-        low, high = offsets[self._last], offsets[self._last] + sizes[self._last]
-        for at in product(
-            *[range(offsets[dim], offsets[dim] + sizes[dim]) for dim in range(inner)]
-        ):
-            part = Box((*at, *offsets[inner:]), (*[1] * inner, *sizes[inner:]))
-            yield Strip(*span_of(self._shape, part), low, high)
-
-    def parts(self, first: int, stop: int) -> Sequence[tuple[Box, int]]:
-        found = self._parts.get((first, stop))
-        if found is None:
-            rows = boxes_of_range(self._shape, first, stop)
-            rank, end = self.holder_at(first)
-            if stop <= end:
-                found = [(row, rank) for row in rows]
-            else:
-                found = [part for row in rows for part in self._cut(row)]
-            if len(found) <= _PARTS_KEPT and len(self._parts) < _KEPT:
-                self._parts[first, stop] = found
-        return found
-
-    def _cut(self, row: Box) -> Iterator[tuple[Box, int]]:
-        """Yield a box as the parts of its holders."""
-        ends = [
-            list(self._dims[dim].runs(first, first + size))
-            if dim in self._dims
-            else [(first, size, 0)]
-            for dim, (first, size) in enumerate(zip(*row, strict=True))
+def boxes_on(spec: TensorSpec, rank: int) -> list[Box]:
+    """Return the boxes that a rank holds, in the order in which its local tensor has them."""
+    held = spec.held
+    if isinstance(held, Flat):
+        return [
+            box
+            for owner, first, stop in held.ranges
+            if owner == rank
+            for box in boxes_of_range(spec.shape, first, stop)
         ]
-        for cut in product(*ends):
-            offsets, sizes, index = zip(*cut, strict=True)
-            yield Box(offsets, sizes), self.rank_at(sum(index))
+    if isinstance(held, Mesh):
+        index = held.index_of(rank)
+        return [] if index is None else boxes_at(spec.shape, held._replace(grids=()), index)
+    return [Box((0,) * len(spec.shape), spec.shape)] if spec.numel else []
 
-    def own_parts(self, first: int, stop: int) -> Sequence[Box]:
-        if not self.spans or stop <= self.spans[0][0] or self.spans[-1][1] <= first:
-            return ()
-        found = self._own_parts.get((first, stop))
-        if found is None:
-            rows = boxes_of_range(self._shape, first, stop)
-            every = [intersect(row, box) for row in rows for box in self._own]
-            found = [box for box in every if box is not None]
-            if len(found) <= _PARTS_KEPT and len(self._own_parts) < _KEPT:
-                self._own_parts[first, stop] = found
-        return found
+
+@lru_cache(maxsize=65536)
+def boxes_at(shape: tuple[int, ...], mesh: Mesh, index: int) -> list[Box]:
+    """Return the boxes at a row-major index of the mesh."""
+    ranges = _ranges_at(shape, mesh, index)
+    return [
+        Box(tuple(first for first, _ in cut), tuple(stop - first for first, stop in cut))
+        for cut in product(*ranges)
+    ]
+
+
+def _ranges_at(shape: tuple[int, ...], mesh: Mesh, index: int) -> list[list[Range]]:
+    """Return, for each dimension of the tensor, the ranges that are held, without empty ones."""
+    at_axis: list[int] = []
+    for size in reversed(mesh.shape):
+        index, at = divmod(index, size)
+        at_axis.insert(0, at)
+    found = [[(0, size)] if size else [] for size in shape]
+    for dim in range(len(shape)):
+        for axis, factor in split_order(dim, mesh):
+            found[dim] = _chunk(found[dim], mesh.shape[axis], at_axis[axis], factor)
+    return found
+
+
+def split_order(dim: int, mesh: Mesh) -> list[tuple[int, int]]:
+    """Return which mesh dimensions split a tensor's dimension, in their order.
+
+    Each has the factor with which it has to be split. A strided shard was made after those
+    to its right, as FSDP2 over tensor parallelism does.
+    """
+    axes = [(axis, split.factor) for axis, split in enumerate(mesh.splits) if split.dim == dim]
+    if all(factor == 1 for _, factor in axes):
+        return axes
+    order: list[int] = []
+    for axis, factor in reversed(axes):
+        # A strided shard was made after `factor` shards; a plain one before all to its right.
+        after, shards = 0, 1
+        while shards < factor and after < len(order):
+            shards *= mesh.shape[order[after]]
+            after += 1
+        if shards != factor:
+            return axes
+        order.insert(after, axis)
+    return [(axis, 1) for axis in order]
+
+
+def _chunk(ranges: list[Range], count: int, index: int, factor: int) -> list[Range]:
+    """Return chunk `index` of `count` of what the ranges hold in their order.
+
+    With a factor: of each of `factor` chunks.
+    """
+    total = sum(stop - first for first, stop in ranges)
+    found: list[Range] = []
+    for begin, end in _bounds(total, factor):
+        step = -(-(end - begin) // count)
+        first = min(begin + index * step, end)
+        found += _within(ranges, first, min(first + step, end))
+    return found
+
+
+def _bounds(total: int, count: int) -> Iterator[Range]:
+    step = -(-total // count)
+    for index in range(count):
+        first = min(index * step, total)
+        yield first, min(first + step, total)
+
+
+def _within(ranges: list[Range], begin: int, end: int) -> Iterator[Range]:
+    """Return elements [begin, end) of what the ranges hold."""
+    at = 0
+    for first, stop in ranges:
+        low, high = max(begin - at, 0), min(end - at, stop - first)
+        if low < high:
+            yield first + low, first + high
+        at += stop - first
+
+
+def views(
+    spec: TensorSpec, rank: int, local: torch.Tensor, key: str = ""
+) -> list[tuple[Box, torch.Tensor]]:
+    """Return the boxes of this rank with their views of the local tensor."""
+    if isinstance(spec.held, Flat):
+        parts, at = [], 0
+        for box in boxes_on(spec, rank):
+            parts.append((box, local.narrow(0, at, box.numel).view(box.sizes)))
+            at += box.numel
+        return parts
+    if spec.held is None:
+        return [(box, local) for box in boxes_on(spec, rank)]
+    boxes = boxes_on(spec, rank)
+    if len(boxes) == 1 and boxes[0].sizes == local.shape:
+        return [(boxes[0], local)]
+    ranges = _ranges_at(spec.shape, spec.held, spec.held.index_of(rank) or 0)
+    shape = tuple(sum(stop - first for first, stop in cut) for cut in ranges) if boxes else (0,)
+    if local.shape != shape and (local.numel() or boxes):
+        raise LoadMismatchError(
+            f"{key}: the shard here has the shape {tuple(local.shape)}, which is not what its "
+            f"placements {spec.held.splits} make of {spec.shape}"
+        )
+    # Along each dimension the ranges are consecutive in the local tensor.
+    cuts = []
+    for ranges_of_dim in ranges:
+        starts = accumulate((stop - first for first, stop in ranges_of_dim), initial=0)
+        cuts.append(list(zip(ranges_of_dim, starts, strict=False)))
+    parts = []
+    for cut in product(*cuts):
+        box = Box(tuple(first for (first, _), _ in cut), tuple(b - a for (a, b), _ in cut))
+        parts.append((box, local[tuple(slice(at, at + b - a) for (a, b), at in cut)]))
+    return parts
+
+
+def _mesh(
+    sharded: Any, key: str, ranks: Mapping[int, int], known: dict[int, tuple[int, ...]] | None
+) -> Mesh:
+    mesh = sharded.device_mesh
+    splits = tuple([_split(placement, key) for placement in sharded.placements])
+    found = known.get(id(mesh)) if known is not None else None
+    if found is None:
+        found = tuple(ranks.get(rank, -1) for rank in in_place(mesh.mesh.tolist()))
+        if known is not None:
+            known[id(mesh)] = found
+    return Mesh(tuple(mesh.shape), (found,), splits)
+
+
+def in_place(mesh: Any) -> list[int]:
+    """Return the ranks of a mesh in the order in which they hold the shards, row-major.
+
+    torch gives a rank its shard by its rank in the process group of a mesh dimension, and a group
+    orders its ranks by their number, however the mesh has them.
+    """
+    grid = torch.tensor(mesh, device="cpu")
+    for axis in range(grid.dim()):
+        grid = grid.sort(axis).values
+    return [int(rank) for rank in grid.flatten().tolist()]
+
+
+def _split(placement: Any, key: str) -> DimShard:
+    if placement.is_replicate():
+        return DimShard(None)
+    if placement.is_partial():
+        raise LoadMismatchError(
+            f"{key}: it is {placement}, a sum that no rank has; redistribute it first "
+            "(`tensor.redistribute(placements=[Replicate(), ...])`)"
+        )
+    dim = getattr(placement, "dim", None)
+    if dim is None:
+        raise UnknownPlacementError(
+            f"{key}: its placement {type(placement).__name__} is unknown to fastserial; pass the "
+            "part of this rank as a FlatShard, or redistribute it to Shard or Replicate"
+        )
+    return DimShard(int(dim), int(getattr(placement, "split_factor", 1)))

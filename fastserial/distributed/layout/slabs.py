@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from fastserial.distributed.sharding.pieces import Mesh, Range, split_order
+from fastserial.distributed.layout.placement import Mesh, Range, split_order
 from fastserial.formats.tensors import contiguous_stride
 
 _MOST_JOINED = 64  # ranks; with more, each would exchange bytes with too many at once

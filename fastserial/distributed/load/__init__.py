@@ -1,1 +1,1 @@
-"""A load: what the ranks want of a file, who reads it, and how it reaches them."""
+"""Loads of many ranks from one file or folder."""

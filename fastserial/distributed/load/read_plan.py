@@ -12,10 +12,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator
 from math import prod
 
+from fastserial.distributed.layout.boxes import Box, span_of
+from fastserial.distributed.layout.grid import Grid
+from fastserial.distributed.load.part_reader import ReadTarget, Window, WindowPiece
 from fastserial.distributed.load.wanted import Demands
-from fastserial.distributed.reading.part_reader import ReadTarget, Window, WindowPiece
-from fastserial.distributed.sharding.boxes import Box, span_of
-from fastserial.distributed.sharding.grid import Grid
 
 # Bytes: smaller parts of an array are read together with what is near them, and by one rank. More
 # than the gaps that `loading.reader` reads along, so that nobody reads what others do.

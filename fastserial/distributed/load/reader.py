@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from fastserial.checkpoints.tensor_read import read_tensor_into
+from fastserial.distributed.comm.exchange import INTEGERS, Exchange
+from fastserial.distributed.comm.group import RankGroup
+from fastserial.distributed.layout.boxes import Box, intersect
+from fastserial.distributed.layout.file_index import FileTensor, Record
+from fastserial.distributed.layout.grid import Grid, grid_of
+from fastserial.distributed.load.files import StoredFiles
+from fastserial.distributed.load.matching import TensorMatch
+from fastserial.distributed.load.part_reader import PartReader, ReadTarget
 from fastserial.distributed.load.read_plan import ReadGroup, ReadPlan
-from fastserial.distributed.plan.matching import TensorMatch
-from fastserial.distributed.ranks.exchange import INTEGERS, Exchange
-from fastserial.distributed.ranks.group import Traffic
-from fastserial.distributed.reading.files import StoredFiles
-from fastserial.distributed.reading.part_reader import PartReader, ReadTarget
-from fastserial.distributed.sharding.boxes import Box, intersect
-from fastserial.distributed.sharding.file_index import FileTensor, Record
-from fastserial.distributed.sharding.grid import Grid, grid_of
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.stored import Chunk, whole_box
 
@@ -214,16 +214,16 @@ def read_odd(odd: Iterable[OddPart], files: StoredFiles) -> None:
 class Flow:
     """The bytes of a load on one rank."""
 
-    def __init__(self, traffic: Traffic, parts: PartReader, plan: ReadPlan) -> None:
+    def __init__(self, comm: RankGroup, parts: PartReader, plan: ReadPlan) -> None:
         """Prepare.
 
         Args:
-            traffic: to the other ranks.
+            comm: to the other ranks.
             parts: reads what this rank reads.
             plan: of this rank.
         """
-        self._traffic, self.parts, self._plan = traffic, parts, plan
-        self.exchange = Exchange(traffic)
+        self._comm, self.parts, self._plan = comm, parts, plan
+        self.exchange = Exchange(comm)
 
     def share(self) -> None:
         """Read this rank's part of what several want, send it on, and receive the rest. Collective.
@@ -233,7 +233,7 @@ class Flow:
             CorruptCheckpointError: a file changed meanwhile.
             OSError: one cannot be read.
         """
-        self._traffic.agree()  # here a rank waits as long as the others are alive
+        self._comm.barrier()  # here a rank waits as long as the others are alive
         with ThreadPoolExecutor(1, "fastserial-window") as pool:
             ahead = self._read_ahead(pool)
             for group, number in self._plan.steps():
@@ -266,7 +266,7 @@ class Flow:
             number: of the windows.
             ahead: buffers with this rank's windows.
         """
-        self._traffic.alive()
+        self._comm.heartbeat()
         sends: dict[int, list[torch.Tensor]] = {}
         receives: dict[int, list[torch.Tensor]] = {}
         later: list[tuple[list[ReadTarget], Box, torch.Tensor]] = []

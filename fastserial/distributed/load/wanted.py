@@ -11,13 +11,13 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fastserial.distributed.comm.distinct import FromRanks
+from fastserial.distributed.layout.boxes import Box, boxes_of_range, runs_of, span_of
+from fastserial.distributed.layout.file_index import FileTensor
+from fastserial.distributed.layout.grid import Grid
+from fastserial.distributed.layout.placement import DimShard, Flat, Mesh, boxes_at
 from fastserial.distributed.layout.slabs import Slab, indices_with, slab_at
-from fastserial.distributed.plan.matching import TensorMatch
-from fastserial.distributed.ranks.distinct import FromRanks
-from fastserial.distributed.sharding.boxes import Box, boxes_of_range, runs_of, span_of
-from fastserial.distributed.sharding.file_index import FileTensor
-from fastserial.distributed.sharding.grid import Grid
-from fastserial.distributed.sharding.pieces import Flat, Mesh, Split, boxes_at
+from fastserial.distributed.load.matching import TensorMatch
 
 _RANGES = "[]"  # in place of a placement
 
@@ -182,11 +182,11 @@ class _Alike:
     def demands(self) -> Iterator[Demand]:
         """Yield the demands, as few as possible; no rank wants anything twice in one of them."""
         if self.whole:
-            yield Demand(Mesh((len(self.whole),), (), (Split(None),)), sorted(self.whole))
+            yield Demand(Mesh((len(self.whole),), (), (DimShard(None),)), sorted(self.whole))
         for mesh, grids in self.grids.items():
             ranks = [rank for grid in grids for rank in grid if rank >= 0]
             if len(grids) > 1 and len(set(ranks)) == len(ranks):  # sub-meshes have replicas
-                shape, splits = (len(grids), *mesh.shape), (Split(None), *mesh.splits)
+                shape, splits = (len(grids), *mesh.shape), (DimShard(None), *mesh.splits)
                 yield Demand(Mesh(shape, (), splits), [rank for grid in grids for rank in grid])
             else:
                 yield from (Demand(mesh, grid) for grid in grids)
@@ -209,7 +209,7 @@ def demands_of(found: Iterable[FromRanks]) -> Mapping[int, tuple[Demand, ...]]:
                     some.setdefault(rank, []).append((first, stop))
             continue
         shape, splits, grid = json.loads(head) or ((), (), ranks)
-        mesh = Mesh(tuple(shape), (), tuple([Split(*one) for one in splits]))
+        mesh = Mesh(tuple(shape), (), tuple([DimShard(*one) for one in splits]))
         wanting = set(ranks)
         same = alike.setdefault((mesh, data), _Alike())
         if all(split.dim is None for split in mesh.splits):

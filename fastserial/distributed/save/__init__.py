@@ -1,1 +1,1 @@
-"""Who writes what of a save."""
+"""Saves of many ranks into one file or folder."""

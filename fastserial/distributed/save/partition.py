@@ -32,7 +32,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from fastserial.distributed.layout.placement import (
+from fastserial.distributed.layout.boxes import Box
+from fastserial.distributed.layout.holders import (
     HeldSlab,
     Holders,
     MeshHolders,
@@ -41,8 +42,7 @@ from fastserial.distributed.layout.placement import (
     Share,
     holders_of_flat,
 )
-from fastserial.distributed.sharding.boxes import Box
-from fastserial.distributed.sharding.pieces import Flat, Mesh, TensorSpec
+from fastserial.distributed.layout.placement import Flat, Mesh, TensorSpec
 
 # Bytes. Larger, more edges of shards travel; smaller, writes get shorter.
 GRAIN = 64 * 1024

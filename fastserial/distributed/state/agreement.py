@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fastserial.config import Config
-from fastserial.distributed.ranks.copies import Copies, checksums, join_copies
-from fastserial.distributed.ranks.group import Traffic
-from fastserial.distributed.sharding.pieces import Mesh, local_of
+from fastserial.distributed.comm.group import RankGroup
+from fastserial.distributed.comm.replicas import Copies, checksums, join_copies
+from fastserial.distributed.layout.placement import Mesh, local_of
 from fastserial.distributed.state.merging import leaf_of
 from fastserial.distributed.state.tables import StateTable, difference
 from fastserial.distributed.state.walk import Leaves, PlainValue
@@ -96,29 +96,29 @@ class Agreement:
         digests: of what is compared.
     """
 
-    def __init__(self, found: Leaves, table: StateTable, traffic: Traffic, config: Config) -> None:
+    def __init__(self, found: Leaves, table: StateTable, comm: RankGroup, config: Config) -> None:
         """Take the checksums of the tensors.
 
         Args:
             found: the leaves of the state.
             table: of them.
         """
-        self._found, self._traffic, self._compare = found, traffic, config.compare
+        self._found, self._comm, self._compare = found, comm, config.compare
         self._table = table
-        self._known: Any = traffic.kept.setdefault("known to differ", set())
+        self._known: Any = comm.kept.setdefault("known to differ", set())
         self._kinds: list[int] = []  # see `_replicas`
-        mine = dict(self._replicas()) if traffic.size > 1 else {}
-        sums = checksums(list(mine.values()), config.compare == "all", traffic.alive)
+        mine = dict(self._replicas()) if comm.size > 1 else {}
+        sums = checksums(list(mine.values()), config.compare == "all", comm.heartbeat)
         self._sums = dict(zip(mine, sums, strict=True))
         own: Any = self._digest()
-        judged: Any = traffic.kept.get("judged")
+        judged: Any = comm.kept.get("judged")
         rest = judged[1] if judged is not None and judged[0] == own else own
         some: dict[Compared, list[int]] = {}
         for (leaf, shard), checksum in self._sums.items():
             some.setdefault((self._kinds[leaf], shard), []).append(checksum)
         digests = {what: _short(sums) for what, sums in some.items()}
         found_here: dict[Compared, bytes] = {_TABLE: table.digest, _REST: rest, **digests}
-        self.digests = {what: Copies(one, (traffic.rank,)) for what, one in found_here.items()}
+        self.digests = {what: Copies(one, (comm.rank,)) for what, one in found_here.items()}
 
     def _digest(self) -> bytes:
         """Return the digest of what is compared besides the table and the tensors' elements."""
@@ -149,7 +149,7 @@ class Agreement:
                 yield (leaf, 0), value
             elif isinstance(held, Mesh):
                 if kind not in shards:
-                    shards[kind] = held.shard_of(self._traffic.rank, self._traffic.size)
+                    shards[kind] = held.shard_of(self._comm.rank, self._comm.size)
                 if (shard := shards[kind]) is not None:
                     yield (leaf, shard), local_of(value, self._found.paths[leaf])
 
@@ -157,7 +157,7 @@ class Agreement:
         """Return whether the copies of a tensor are known to differ, and a file has one of them."""
         return self._found.paths[leaf] in self._known and not self._must_be_equal(leaf)
 
-    def settle(self, differing: Sequence[Compared]) -> None:
+    def raise_if_different(self, differing: Sequence[Compared]) -> None:
         """Raise, or warn on rank 0, now that something is found to differ. Collective.
 
         Args:
@@ -166,26 +166,26 @@ class Agreement:
         Raises:
             DistributedError: the file would lack something, or mix what different ranks have.
         """
-        traffic = self._traffic
+        comm = self._comm
         error, values = None, {}
         if _TABLE in differing or _REST in differing:
             rows = self._table.rows if _TABLE in differing else []
             own = _Details(self._compare, self._found.others, rows)
-            first: _Details = traffic.reduce(None, lambda _: None, lambda _: own)
+            first: _Details = comm.reduce_on_root(None, lambda _: None, lambda _: own)
             text = self._difference(first, own)
-            error = None if text is None else (traffic.rank, text)
-            values = {key: Copies(0, (traffic.rank,)) for key in self._other_values(first)}
+            error = None if text is None else (comm.rank, text)
+            values = {key: Copies(0, (comm.rank,)) for key in self._other_values(first)}
         sums = {
-            (leaf, shard): Copies(checksum, (traffic.rank,))
+            (leaf, shard): Copies(checksum, (comm.rank,))
             for (leaf, shard), checksum in self._sums.items()
             if (self._kinds[leaf], shard) in differing
         }
-        verdict = traffic.reduce(_Differences(error, values, sums), _join, self._judge)
+        verdict = comm.reduce_on_root(_Differences(error, values, sums), _join, self._judge)
         if verdict.error is not None:
             rank, text = verdict.error
-            raise traffic.alike(DistributedError(traffic.jobs[rank], text))
+            raise comm.alike(DistributedError(comm.jobs[rank], text))
         self._known.update(verdict.differing)
-        traffic.kept["judged"] = self._digest(), verdict.digest
+        comm.kept["judged"] = self._digest(), verdict.digest
 
     def _judge(self, found: _Differences) -> _Verdict:
         """Return whether a file can hold what there is. On rank 0."""
@@ -195,7 +195,7 @@ class Agreement:
         if mixed := [one for one in mixed_up if self._must_be_equal(one[0])]:
             first = mixed_up[mixed[0]]
             keys = _named(list(dict.fromkeys(self._found.paths[leaf] for leaf, _ in mixed)))
-            words = self._traffic.in_words
+            words = self._comm.in_words
             text = (
                 f"tensors that should be equal differ between {words(first.ranks[:1])} and "
                 f"{words(first.others)}: {keys}. {_PARTS}"
@@ -211,7 +211,7 @@ class Agreement:
 
     @property
     def _root(self) -> str:
-        return self._traffic.in_words([0])
+        return self._comm.in_words([0])
 
     def _must_be_equal(self, leaf: int) -> bool:
         """Return whether it is an error if the copies of a tensor differ.
@@ -265,9 +265,7 @@ class Agreement:
     def _warn(self, lost: Mapping[str, Sequence[int]], what: str, remedy: str) -> None:
         """Name keys of which the file has one rank's."""
         if lost:
-            ranks = self._traffic.in_words(
-                sorted({rank for some in lost.values() for rank in some})
-            )
+            ranks = self._comm.in_words(sorted({rank for some in lost.values() for rank in some}))
             text = f"{what}, whose the file has, and {ranks}: {_named(list(lost))}. {remedy}"
             warnings.warn(text, UserWarning, stacklevel=_level_of_caller())
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from fastserial.checkpoints.own_loading import versions_in
-from fastserial.distributed.ranks.distinct import gather_distinct
-from fastserial.distributed.ranks.group import Traffic
-from fastserial.distributed.sharding.flat_shard import FlatShard
-from fastserial.distributed.sharding.pieces import (
+from fastserial.distributed.comm.distinct import gather_distinct
+from fastserial.distributed.comm.group import RankGroup
+from fastserial.distributed.layout.flat_shard import FlatShard
+from fastserial.distributed.layout.placement import (
     Flat,
     Mesh,
     TensorSpec,
@@ -58,7 +58,7 @@ class LeafSpec:
     grids: list[tuple[int, ...]] = field(default_factory=list)
     leaf: Any = None
 
-    def likeness(self) -> tuple[Any, ...]:
+    def signature(self) -> tuple[Any, ...]:
         """Return what has to be the same on all ranks that have the tensor."""
         held = self.spec.held
         mesh = (held.shape, held.splits) if isinstance(held, Mesh) else type(held)
@@ -131,7 +131,7 @@ def leaf_of(value: Any) -> Any:
     return value.leaf if isinstance(value, LeafSpec) else value
 
 
-def merged(state: Any, traffic: Traffic, buffers: Set[int] = frozenset()) -> Any:
+def merged(state: Any, comm: RankGroup, buffers: Set[int] = frozenset()) -> Any:
     """Return the union of all ranks' states. Collective.
 
     Args:
@@ -140,15 +140,15 @@ def merged(state: Any, traffic: Traffic, buffers: Set[int] = frozenset()) -> Any
     Raises:
         LoadMismatchError: ranks have different tensors under one key.
     """
-    mine, leaves = described(state, Describer(traffic.rank, traffic.ranks, buffers))
+    mine, leaves = described(state, Describer(comm.rank, comm.ranks, buffers))
     found: dict[int, Any] = {}
-    for text, ranks in gather_distinct(traffic, [mine], "states"):
+    for text, ranks in gather_distinct(comm, [mine], "states"):
         found[ranks[0]], specs = pickle.loads(text)
         for number, spec in enumerate(specs):
             held = spec.spec.held
             spec.ranks, spec.leaf = ranks, leaves[number] if text == mine else None
             spec.grids = list(held.grids) if isinstance(held, Mesh) else []
-    return _Union(traffic.jobs).of("", found)
+    return _Union(comm.jobs).of("", found)
 
 
 def described(state: Any, describer: Describer) -> tuple[bytes, list[Any]]:
@@ -277,7 +277,7 @@ def _together(path: str, values: list[Any], jobs: Sequence[int]) -> LeafSpec:
         if value is first:
             continue
         ranks, more = first.ranks or [], value.ranks or []
-        if value.likeness() != first.likeness():
+        if value.signature() != first.signature():
             raise LoadMismatchError(
                 f"{path}: ranks {jobs[ranks[0]]} and {jobs[more[0]]} have different tensors: "
                 f"{_words(first.spec)} and {_words(value.spec)}"

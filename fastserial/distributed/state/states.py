@@ -28,7 +28,7 @@ from fastserial.checkpoints.own_loading import (
     load_state,
     versions_in,
 )
-from fastserial.distributed.sharding.pieces import as_dtensor
+from fastserial.distributed.layout.placement import as_dtensor
 from fastserial.errors import ConfigError, LoadMismatchError
 from fastserial.interrupts import ours
 from fastserial.nests import walk
@@ -224,7 +224,7 @@ class LiveState:
     def make(self) -> bool:
         """Make the state of a new optimizer as torch does, with a step; False if that cannot be.
 
-        The optimizer itself gets it in `give_back`.
+        The optimizer itself gets it in `apply`.
         """
         optimizer = self._optimizer
         if optimizer is None or any(self.entries.values()):
@@ -256,7 +256,7 @@ class LiveState:
         """Let the module's own `load_state_dict` get other entries than the module's memory."""
         self._keys, self.entries, self._loose = self.entries.keys(), entries, True
 
-    def give_back(self, strict: bool = True) -> None:
+    def apply(self, strict: bool = True) -> None:
         """Load what is not the module's or the optimizer's own memory.
 
         Raises:

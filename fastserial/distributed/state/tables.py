@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from fastserial.distributed.ranks.exchange import gathered_memory, is_consecutive, on_host
-from fastserial.distributed.sharding.boxes import Box, run_of, runs_of
-from fastserial.distributed.sharding.flat_shard import FlatShard
-from fastserial.distributed.sharding.pieces import (
+from fastserial.distributed.comm.exchange import gathered_memory, is_consecutive, on_host
+from fastserial.distributed.layout.boxes import Box, run_of, runs_of
+from fastserial.distributed.layout.flat_shard import FlatShard
+from fastserial.distributed.layout.placement import (
     Flat,
     Mesh,
     TensorSpec,

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from fastserial.distributed.ranks.call import STEPS
-from fastserial.distributed.sharding.flat_shard import FlatShard
-from fastserial.distributed.sharding.pieces import as_dtensor
+from fastserial.distributed.comm.call import STEPS
+from fastserial.distributed.layout.flat_shard import FlatShard
+from fastserial.distributed.layout.placement import as_dtensor
 from fastserial.distributed.state.merging import LeafSpec, is_of_an_optimizer
 from fastserial.distributed.state.states import (
     module_of,

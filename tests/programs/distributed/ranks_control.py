@@ -16,7 +16,7 @@ from support import ranks
 
 import fastserial
 from fastserial import distributed
-from fastserial.distributed.onefile.shard_writer import ShardWriter
+from fastserial.distributed.save.writer import ShardWriter
 from fastserial.errors import DistributedError
 
 LARGE = 2**19  # of float32: 2 MiB
@@ -59,9 +59,9 @@ def handler(folder: str, control: str = "") -> None:
     """It saves while its rank is in a save: that is refused, and both ranks' saves go well."""
     rank, _ = ranks.join()
     if control:
-        from fastserial.distributed.ranks.group import Traffic
+        from fastserial.distributed.comm.group import RankGroup
 
-        Traffic.held_for = _unguarded  # type: ignore[method-assign,assignment]
+        RankGroup.held_for = _unguarded  # type: ignore[method-assign,assignment]
     path, errors = Path(folder, "x.pt"), []
 
     class Value:

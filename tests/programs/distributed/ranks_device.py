@@ -21,9 +21,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fastserial
 from fastserial import distributed
+from fastserial.distributed.comm import exchange
+from fastserial.distributed.comm.exchange import Exchange
 from fastserial.distributed.dcp import shard_layout
-from fastserial.distributed.ranks import exchange
-from fastserial.distributed.ranks.exchange import Exchange
 from fastserial.distributed.state import tables
 from fastserial.errors import DistributedError
 from fastserial.memory import buffers

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fastserial
 from fastserial import distributed
-from fastserial.distributed.ranks import group
-from fastserial.distributed.ranks.group import Traffic
+from fastserial.distributed.comm import group
+from fastserial.distributed.comm.group import RankGroup
 from fastserial.distributed.save.partition import FilePlan, Partition
 from fastserial.distributed.state import walk
 from fastserial.distributed.state.agreement import Agreement
@@ -66,7 +66,7 @@ def calls(folder: str, seed: str, count: str, control: str = "") -> None:
     Every file is of one step. A call works that all ranks make, like the two before it.
     """
     if control:
-        Traffic.meet = lambda traffic: None  # type: ignore[method-assign]
+        RankGroup.match_calls = lambda comm: None  # type: ignore[method-assign]
         walk.STEPS = ()  # type: ignore[assignment]
     chance, me, size = random.Random(int(seed)), dist.get_rank(), dist.get_world_size()
     deviations, worked, mixed = [-10], 0, 0

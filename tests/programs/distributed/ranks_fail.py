@@ -38,9 +38,9 @@ from torch.distributed.tensor.placement_types import Placement
 import fastserial
 from fastserial import Checkpointer, ConfigError, DistributedError, WriteError, distributed
 from fastserial.distributed import FastSavePlanner, FastStorageWriter, FlatShard
-from fastserial.distributed.onefile import shared_file
-from fastserial.distributed.ranks.call import RankCall
-from fastserial.distributed.ranks.group import traffic_of
+from fastserial.distributed.comm.call import RankCall
+from fastserial.distributed.comm.group import rank_group_of
+from fastserial.distributed.save import shared_file
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.saving import incremental
 
@@ -230,20 +230,23 @@ def broken_off() -> None:
     group: Any = dist.new_group([0, 1])
     if RANK == 2:
         return
-    traffic = traffic_of(group)
-    traffic.begin(60, RankCall("a test"))
+    comm = rank_group_of(group)
+    comm.begin(60, RankCall("a test"))
     began = time.monotonic()
-    with pytest.raises((OSError, DistributedError), match="the disk broke"), traffic.together():
+    with (
+        pytest.raises((OSError, DistributedError), match="the disk broke"),
+        comm.propagate_errors(),
+    ):
         data = torch.full((512 * MIB,), 7 * (1 - RANK), dtype=torch.uint8)
         if RANK == 0:
-            traffic.receive(1, data[:1])()  # the other one is there
-            traffic.send(1, data)  # no buffer of the system takes as much
+            comm.receive(1, data[:1])()  # the other one is there
+            comm.send(1, data)  # no buffer of the system takes as much
             time.sleep(0.01)  # it has begun
             raise OSError("the disk broke")
-        traffic.send(0, data[:1])()
-        traffic.receive(0, data)()
-        traffic.receive(0, data)()
-    assert time.monotonic() - began < traffic.timeout / 2
+        comm.send(0, data[:1])()
+        comm.receive(0, data)()
+        comm.receive(0, data)()
+    assert time.monotonic() - began < comm.timeout / 2
 
 
 def unseen() -> None:

@@ -20,8 +20,8 @@ from torch.distributed.tensor import Shard
 
 from fastserial import Checkpointer, distributed
 from fastserial.distributed import FlatShard
-from fastserial.distributed.ranks.call import RankCall
-from fastserial.distributed.ranks.group import traffic_of
+from fastserial.distributed.comm.call import RankCall
+from fastserial.distributed.comm.group import rank_group_of
 from fastserial.distributed.state.merging import merged
 from fastserial.errors import DistributedError, LoadMismatchError
 
@@ -70,10 +70,10 @@ def stage(number: int, rank: int | None, mesh: Any) -> dict[str, Any]:
 
 def tied() -> None:
     """A tensor with several keys is the same one under all of them, and each rank has it once."""
-    tensor, traffic = torch.ones(4), traffic_of(None)
-    traffic.begin(30, RankCall("a test"))
-    with traffic.together():
-        found = merged({"a": tensor, "b": tensor, "c": [tensor]}, traffic)
+    tensor, comm = torch.ones(4), rank_group_of(None)
+    comm.begin(30, RankCall("a test"))
+    with comm.propagate_errors():
+        found = merged({"a": tensor, "b": tensor, "c": [tensor]}, comm)
     assert found["a"] is found["b"] is found["c"][0]
     assert found["a"].ranks == [0, 1, 2, 3]
 

@@ -87,7 +87,7 @@ def unlisted(folder: Path, rank: int) -> Any:
 
 
 def signals(folder: Path, rank: int) -> Any:
-    """End loops that look at `asked` at different moments; rank 1 gets the signal in step 3."""
+    """End loops that look at `stop_requested` at other moments; rank 1 is signalled in step 3."""
     found = {}
     for looks in ("after the save", "before the save"):
         with Checkpointer(folder / looks, {"x": 0}, every=1000, timeout=60) as checkpointer:
@@ -96,9 +96,9 @@ def signals(folder: Path, rank: int) -> Any:
                 time.sleep(0.02)
                 if rank == 1 and step == 3:
                     os.kill(os.getpid(), signal.SIGUSR1)
-                asked = checkpointer.asked
+                asked = checkpointer.stop_requested
                 checkpointer.save(step)
-                if asked if looks == "before the save" else checkpointer.asked:
+                if asked if looks == "before the save" else checkpointer.stop_requested:
                     break
             found[looks] = [step, *sorted(os.listdir(folder / looks))]
             dist.barrier()  # rank 0 removes its lock at the end

@@ -98,7 +98,7 @@ def main() -> None:
             while told is not None and pending and pending[0][1].done():
                 at, _ = pending.pop(0)
                 told.write_text(str(at))
-            if checkpointer.asked:
+            if checkpointer.stop_requested:
                 assert saving is not None
                 assert saving.done()
                 print("stopped", step)

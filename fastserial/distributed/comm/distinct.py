@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
-from fastserial.distributed.ranks.group import Traffic
+from fastserial.distributed.comm.group import RankGroup
 
 _DIGEST = 16  # bytes
 _Runs = list[tuple[int, int]]  # ranks, as first ones and ends
@@ -36,7 +36,7 @@ class TextHolders(NamedTuple):
     kept: Set[bytes] | None = frozenset()
 
 
-def gather_distinct(traffic: Traffic, texts: Sequence[bytes], keep: str = "") -> list[FromRanks]:
+def gather_distinct(comm: RankGroup, texts: Sequence[bytes], keep: str = "") -> list[FromRanks]:
     """Return the texts of all ranks, each once, on all ranks. Collective.
 
     They are in the order of the first ranks that have them, and of their texts.
@@ -49,23 +49,23 @@ def gather_distinct(traffic: Traffic, texts: Sequence[bytes], keep: str = "") ->
         DistributedError: a rank failed, died or was silent for too long.
     """
     mine = {digest_of(text): text for text in texts}
-    kept: Any = traffic.kept.get(keep, {})
-    own = TextHolders({digest: [(traffic.rank, traffic.rank + 1)] for digest in mine}, set(kept))
-    everyone = [(0, traffic.size)]
+    kept: Any = comm.kept.get(keep, {})
+    own = TextHolders({digest: [(comm.rank, comm.rank + 1)] for digest in mine}, set(kept))
+    everyone = [(0, comm.size)]
 
     def decision(found: TextHolders) -> tuple[dict[bytes, _Runs], set[bytes]]:
         known, runs = found.kept or frozenset(), found.runs
         return runs, {one for one, some in runs.items() if some != everyone and one not in known}
 
-    runs, news = traffic.reduce(own, join_holders, decision)
+    runs, news = comm.reduce_on_root(own, join_holders, decision)
     if news:
-        first = {one for one in news if runs[one][0][0] == traffic.rank}
+        first = {one for one in news if runs[one][0][0] == comm.rank}
         sent = {one: zlib.compress(mine[one], 1) for one in first}
-        others: dict[bytes, bytes] = traffic.reduce(sent, join_texts, lambda every: every)
+        others: dict[bytes, bytes] = comm.reduce_on_root(sent, join_texts, lambda every: every)
         mine |= {one: zlib.decompress(text) for one, text in others.items() if one not in mine}
     mine = {**kept, **mine}
     if keep:
-        traffic.kept[keep] = {digest: mine[digest] for digest in runs}
+        comm.kept[keep] = {digest: mine[digest] for digest in runs}
     return [
         FromRanks(mine[digest], [rank for run in some for rank in range(*run)])
         for digest, some in runs.items()

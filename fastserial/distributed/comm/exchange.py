@@ -16,8 +16,8 @@ import torch
 
 from fastserial.config import Config
 from fastserial.config.performance import PAGE, PINNED_RING
-from fastserial.distributed.ranks.group import Traffic
-from fastserial.distributed.sharding.boxes import Box, boxes_of_range, span_of
+from fastserial.distributed.comm.group import RankGroup
+from fastserial.distributed.layout.boxes import Box, boxes_of_range, span_of
 from fastserial.formats.tensors import contiguous_stride
 from fastserial.memory.buffers import Buffer, Ring, open_ring
 from fastserial.memory.storages import DeviceMemory, memmove
@@ -74,14 +74,14 @@ class ExchangeStep(NamedTuple):
 class Exchange:
     """Moves pieces between the ranks of a group, round by round."""
 
-    def __init__(self, traffic: Traffic, config: Config | None = None) -> None:
+    def __init__(self, comm: RankGroup, config: Config | None = None) -> None:
         """Have nothing under way.
 
         Args:
             config: the options by which what is sent is copied from devices, as in a save of one
                 process: to pinned memory, on streams for copies. None: each copy is waited for.
         """
-        self._traffic = traffic
+        self._comm = comm
         self._config = config
         self._ring: Ring | None = None
         self._pinned: Buffer | None = None  # all of the ring
@@ -120,10 +120,10 @@ class Exchange:
         Raises:
             DistributedError: a rank failed, died or was silent for too long.
         """
-        here = self._traffic.rank
+        here = self._comm.rank
         incoming = self._parts("in", {r: v for r, v in receives.items() if r != here})
         waits = [
-            self._traffic.receive(rank, buffer)
+            self._comm.receive(rank, buffer)
             for rank, buffer in sorted(incoming.items())
             if buffer.numel()
         ]
@@ -146,7 +146,7 @@ class Exchange:
                 ring.arrive(pinned)
             for rank, buffer in sorted(outgoing.items(), key=lambda one: (one[0] - here) % 2**32):
                 if buffer.numel() and rank != here:
-                    waits.append(self._traffic.send(rank, buffer))
+                    waits.append(self._comm.send(rank, buffer))
                     self.sent_bytes += buffer.numel()
 
         def end() -> None:

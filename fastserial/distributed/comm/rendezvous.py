@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from fastserial.distributed.ranks.call import RankCall
-from fastserial.distributed.ranks.links import delta
-from fastserial.distributed.ranks.store import BoundedStore
-from fastserial.distributed.ranks.tree import Neighbours, ancestors, neighbours
+from fastserial.distributed.comm.call import RankCall
+from fastserial.distributed.comm.links import delta
+from fastserial.distributed.comm.store import BoundedStore
+from fastserial.distributed.comm.tree import Neighbours, ancestors, neighbours
 from fastserial.errors import ErrorKind
 from fastserial.interrupts import cleanup, ours, suppress
 

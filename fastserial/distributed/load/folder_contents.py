@@ -11,19 +11,18 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-from fastserial.distributed.dcp.folder import METADATA
-from fastserial.distributed.plan.matching import file_leaves
-from fastserial.distributed.reading.files import StoredFiles
-from fastserial.distributed.sharding.file_index import (
+from fastserial.distributed.layout.file_index import (
     FileIndex,
     FileTensor,
     fingerprint,
     is_plain_tuple,
     without_bytes,
 )
+from fastserial.distributed.load.files import StoredFiles
+from fastserial.distributed.load.matching import file_leaves
 from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.formats.container import FolderContainer
-from fastserial.formats.dcp import Metadata, parse
+from fastserial.formats.dcp import METADATA, Metadata, parse
 from fastserial.formats.source import read_exactly
 from fastserial.formats.stored import StoredTensor
 from fastserial.interrupts import ours

@@ -1,4 +1,4 @@
-"""torch pickles a sharded state as if it were whole; stand-ins show where the bytes belong."""
+"""torch pickles a sharded state as if it were whole; placeholders show where the bytes belong."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from fastserial.distributed.layout.flat_shard import FlatShard
+from fastserial.distributed.layout.placement import is_sharded
 from fastserial.distributed.save.partition import FilePlan
-from fastserial.distributed.sharding.flat_shard import FlatShard
-from fastserial.distributed.sharding.pieces import is_sharded
 from fastserial.distributed.state.merging import LeafSpec
 from fastserial.distributed.state.tables import StateTable
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer, clip
 from fastserial.formats.zip_layout import ZipPlan
-from fastserial.memory.untouched import Untouched
+from fastserial.memory.address_reservation import AddressReservation
 from fastserial.saving.archive import ZipArchive, checksums_wanted
 
 
@@ -125,7 +125,7 @@ class FileLayout(ZipArchive):
 _PROTOCOL = 2  # torch.save's default
 
 
-class StandIns:
+class Placeholders:
     """What is pickled in place of sources that are not pickled as they are; no bytes of them.
 
     Attributes:
@@ -148,17 +148,17 @@ class StandIns:
         self.made: dict[int, torch.Tensor | torch.UntypedStorage] = {}
         self.reduced: dict[int, Any] = {}
         self.of_storage: dict[int, int] = {}
-        untouched = Untouched(sum(spec.nbytes for spec in table.specs), len(table.specs))
-        weakref.finalize(self, untouched.close)
+        reserved = AddressReservation(sum(spec.nbytes for spec in table.specs), len(table.specs))
+        weakref.finalize(self, reserved.close)
         for number, (spec, first) in enumerate(zip(table.specs, table.firsts, strict=True)):
             leaf = values[first]
             joined = isinstance(leaf, LeafSpec)
             if leaf.storage is not None if joined else not is_sharded(leaf):
                 if not joined and leaf.device.type == "cpu":
                     continue
-                self.made[number] = storage = untouched.storage(spec.nbytes)
+                self.made[number] = storage = reserved.storage(spec.nbytes)
             else:
-                self.made[number] = whole = untouched.tensor(spec.shape, spec.dtype)
+                self.made[number] = whole = reserved.tensor(spec.shape, spec.dtype)
                 if not isinstance(leaf, FlatShard) and leaf.requires_grad:
                     whole.requires_grad_()
                 self.reduced[number] = _reduced(whole)
@@ -166,33 +166,35 @@ class StandIns:
             self.of_storage[storage._cdata] = number
 
 
-def lay_out(archive: str, state: object, values: Sequence[Any], stand_ins: StandIns) -> FileLayout:
+def lay_out(
+    archive: str, state: object, values: Sequence[Any], placeholders: Placeholders
+) -> FileLayout:
     """Let torch pickle a state with its sharded tensors as whole ones.
 
     Args:
         archive: the name that torch puts before the records' names.
         values: the leaves of the state.
-        stand_ins: for them.
+        placeholders: for them.
 
     Raises:
         Exception: whatever pickling the object raises.
     """
     of_leaf: dict[int, int] = {}
-    of_storage = dict(stand_ins.of_storage)
-    for leaf, number in zip(values, stand_ins.table.of_leaves, strict=True):
-        if number in stand_ins.reduced or isinstance(leaf, LeafSpec):
+    of_storage = dict(placeholders.of_storage)
+    for leaf, number in zip(values, placeholders.table.of_leaves, strict=True):
+        if number in placeholders.reduced or isinstance(leaf, LeafSpec):
             of_leaf[id(leaf)] = number
         else:
             of_storage[leaf.untyped_storage()._cdata] = number
     laid_out = FileLayout(archive, of_storage)
-    module: Any = SimpleNamespace(Pickler=_pickler(of_leaf, of_storage, stand_ins))
+    module: Any = SimpleNamespace(Pickler=_pickler(of_leaf, of_storage, placeholders))
     save: Any = torch.serialization._save
     save(state, laid_out, module, _PROTOCOL, False)
     return laid_out
 
 
 def _pickler(
-    of_leaf: Mapping[int, int], of_storage: Mapping[int, int], stand_ins: StandIns
+    of_leaf: Mapping[int, int], of_storage: Mapping[int, int], placeholders: Placeholders
 ) -> type[pickle.Pickler]:
     """Return what pickles leaves by what stands for them.
 
@@ -200,7 +202,7 @@ def _pickler(
         of_leaf, of_storage: numbers of the sources, by the `id` of sharded leaves, and by the
             identity of the storages of plain ones.
     """
-    made, reduced = stand_ins.made, stand_ins.reduced
+    made, reduced = placeholders.made, placeholders.reduced
 
     class StandInPickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:

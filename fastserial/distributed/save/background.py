@@ -13,9 +13,9 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
-from fastserial.distributed.onefile.saver import TIMEOUT, SaveTask, Writers
-from fastserial.distributed.ranks.call import call_of
-from fastserial.distributed.ranks.group import collective, path_of
+from fastserial.distributed.comm.call import call_of
+from fastserial.distributed.comm.group import collective, path_of
+from fastserial.distributed.save.session import TIMEOUT, SaveTask, Writers
 from fastserial.interrupts import cleanup, finish_after
 from fastserial.memory.held_settings import quick_switches
 from fastserial.overlap import pending
@@ -108,49 +108,49 @@ def start_save(
 
     try:
         call = call_of("distributed.save_async", path, obj)
-        with collective(group, timeout, call) as traffic, quick_switches():
+        with collective(group, timeout, call) as comm, quick_switches():
             check_budget(budget)
             path = path_of(path, obj, "distributed.save_async(obj, path)")
             target = os.path.realpath(path) if "\0" not in path else path
             pending.admit(target)  # raises if the save before failed, and nobody asked
-            saving = SaveTask(traffic, path, writers, merge, began, base, versions)
+            saving = SaveTask(comm, path, writers, merge, began, base, versions)
             saving.prepare(obj)
             if group is None:
-                staging.ranks_of_node = traffic.ranks_of_node
+                staging.ranks_of_node = comm.ranks_of_node
             taken = Snapshot(budget, began)
             saving.freeze(taken)
-            traffic.reserve()
-        with traffic.together():
+            comm.reserve()
+        with comm.propagate_errors():
             del obj
             work = partial(_write, saving, taken, then)
             save = PendingSave(path, target)
             if taken.kind == "copy":
                 if pending.run_in_background(save, work, lambda: handed.append(True)):
-                    traffic.hand_over()
+                    comm.hand_over()
                     taken.end_call()
                     return save
                 handed.clear()
                 taken.kind = "blocking"
     except BaseException as error:
         if saving is not None and not handed:
-            finish_after(error, saving.traffic.release, saving.give_up)
+            finish_after(error, saving.comm.release, saving.give_up)
         raise
-    with cleanup(traffic.release):
+    with cleanup(comm.release):
         return pending.run_at_once(path, target, work)
 
 
 def _write(saving: SaveTask, taken: Snapshot, then: Callable[[], object] | None) -> SaveReport:
     """Exchange and write what was planned and taken."""
-    traffic = saving.traffic
+    comm = saving.comm
     try:
-        with traffic.together():
+        with comm.propagate_errors():
             report = saving.finish()
     except BaseException as error:
         finish_after(error, saving.give_up)
         raise
     finally:
         taken.end()
-        traffic.release()
+        comm.release()
     if then is not None:
         then()
     report = replace(report, snapshot=taken.report())

@@ -13,13 +13,14 @@ import torch
 
 from fastserial.checksums import CrcLedger, crc32_combine
 from fastserial.config import Config
-from fastserial.distributed.onefile.full_pickle import FileLayout
-from fastserial.distributed.ranks.exchange import (
+from fastserial.distributed.comm.exchange import (
     Exchange,
     gathered_memory,
     held_in_box,
     held_in_range,
 )
+from fastserial.distributed.layout.boxes import Box
+from fastserial.distributed.save.full_pickle import FileLayout
 from fastserial.distributed.save.partition import (
     CONTAINER,
     GRAIN,
@@ -29,7 +30,6 @@ from fastserial.distributed.save.partition import (
     Partition,
     Round,
 )
-from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.state.tables import RecordSource, devices_of
 from fastserial.files.linux import write_all
 from fastserial.formats.extents import Data, Extent, Literal, Trailer

@@ -27,10 +27,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from fastserial.distributed.ranks.call import RankCall, ranks_in_words, refuse_unconnected_rank
-from fastserial.distributed.ranks.links import Links
-from fastserial.distributed.ranks.patience import call_after
-from fastserial.distributed.ranks.rendezvous import GRACE, Failure, Rendezvous, node_name
+from fastserial.distributed.comm.call import RankCall, ranks_in_words, refuse_unconnected_rank
+from fastserial.distributed.comm.links import Links
+from fastserial.distributed.comm.patience import call_after
+from fastserial.distributed.comm.rendezvous import GRACE, Failure, Rendezvous, node_name
 from fastserial.errors import (
     ConfigError,
     DistributedError,
@@ -42,7 +42,7 @@ from fastserial.errors import (
 )
 from fastserial.interrupts import Locked, cleanup, is_foreign, ours, suppress
 
-__all__ = ["Traffic", "collective", "node_name", "path_of", "traffic_of"]
+__all__ = ["RankGroup", "collective", "node_name", "path_of", "rank_group_of"]
 
 _PATIENCE = 30.0  # seconds after which a rank says what it waits for
 _REMEMBERED = 64  # calls that have ended
@@ -50,7 +50,7 @@ _log = logging.getLogger("fastserial")
 _Part = TypeVar("_Part")
 
 # By the job's group of all ranks, and the ranks.
-_made: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], Traffic]]
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], RankGroup]]
 _made = weakref.WeakKeyDictionary()
 
 
@@ -61,33 +61,33 @@ def collective(
     call: RankCall,
     use: str = "",
     *,
-    theirs: bool = False,
-) -> Iterator[Traffic]:
+    user_code: bool = False,
+) -> Iterator[RankGroup]:
     """Do something on all ranks of a group: if one fails, all raise within seconds. Collective.
 
     Whatever can fail on one rank alone belongs inside: options, the user's `state_dict()`, folders,
     opening files. It ends when every rank has reached its end.
 
     Args:
-        group, use: as `traffic_of`.
+        group, use: as `rank_group_of`.
         timeout: seconds after which a rank that is not heard from counts as lost.
         call: that all ranks have to make.
-        theirs: as `Traffic.together`.
+        user_code: as `RankGroup.propagate_errors`.
 
     Raises:
-        DistributedError: see `Traffic.together`; or a rank does not take part; or this one makes
-            the call in the middle of another one of the same use.
+        DistributedError: see `RankGroup.propagate_errors`; or a rank does not take part; or this
+            one makes the call in the middle of another one of the same use.
         MismatchedCallError: another rank makes another call.
         ConfigError: this process is not in the group, or in none though there are several.
         RuntimeError: the process group has no store.
     """
-    traffic = traffic_of(group, use)
-    with traffic.held_for(call):
-        traffic.begin(timeout, call)
-        with traffic.together(theirs):
-            traffic.meet()
-            yield traffic
-            traffic.agree()
+    comm = rank_group_of(group, use)
+    with comm.held_for(call):
+        comm.begin(timeout, call)
+        with comm.propagate_errors(user_code):
+            comm.match_calls()
+            yield comm
+            comm.barrier()
 
 
 def path_of(path: Any, other: object, call: str) -> str:
@@ -106,8 +106,8 @@ def path_of(path: Any, other: object, call: str) -> str:
     return text
 
 
-def traffic_of(group: dist.ProcessGroup | None, use: str = "") -> Traffic:
-    """Return the connections of a group; `Traffic.begin` makes them, and anew after a failure.
+def rank_group_of(group: dist.ProcessGroup | None, use: str = "") -> RankGroup:
+    """Return the connections of a group; `RankGroup.begin` makes them, and anew after a failure.
 
     Args:
         group: of the job; None is all of it.
@@ -123,7 +123,7 @@ def traffic_of(group: dist.ProcessGroup | None, use: str = "") -> Traffic:
     if not dist.is_initialized():
         refuse_unconnected_rank()
         stores: Any = dist
-        return Traffic((0,), 0, stores.HashStore())
+        return RankGroup((0,), 0, stores.HashStore())
     world: Any = dist.group.WORLD
     key = group if group is not None else world
     if dist.get_rank(key) < 0:
@@ -133,13 +133,13 @@ def traffic_of(group: dist.ProcessGroup | None, use: str = "") -> Traffic:
         )
     ranks = tuple(dist.get_process_group_ranks(key))
     made, name = _made.setdefault(world, {}), (use, *ranks)
-    traffic = made.get(name)
-    if traffic is None:
+    comm = made.get(name)
+    if comm is None:
         store: Any = dist.distributed_c10d._get_default_store()
         if store is None:
             raise RuntimeError("the process group has no store (MPI); use gloo or NCCL")
-        traffic = made.setdefault(name, Traffic(ranks, dist.get_rank(key), store, use))
-    return traffic
+        comm = made.setdefault(name, RankGroup(ranks, dist.get_rank(key), store, use))
+    return comm
 
 
 class Arrival(NamedTuple):
@@ -156,7 +156,7 @@ class Arrival(NamedTuple):
     refused: tuple[int, str] | None = None
 
 
-class Traffic:
+class RankGroup:
     """Connections between the ranks of a group.
 
     Attributes:
@@ -362,7 +362,7 @@ class Traffic:
         """Return ranks of the group as the job calls them, such as "ranks 1, 2"."""
         return ranks_in_words(list(dict.fromkeys(self.jobs[rank] for rank in ranks)))
 
-    def meet(self) -> None:
+    def match_calls(self) -> None:
         """Find out whether all ranks make the same call. Collective.
 
         Each rank compares its call with those of the ranks below it. Ranks that make different ones
@@ -456,7 +456,7 @@ class Traffic:
         self.links.drop()
         self._early.clear()
 
-    def alive(self) -> None:
+    def heartbeat(self) -> None:
         """Show the others that this rank is alive: call it often during long work."""
         self.links.beat(self._rendezvous.around.all_but(None), self.timeout / 4)
 
@@ -468,7 +468,7 @@ class Traffic:
     def _begin_get(self, rank: int) -> Callable[[], bytes]:
         return self.links.begin_get(rank, self._pass_on)
 
-    def reduce(
+    def reduce_on_root(
         self,
         value: _Part,
         combine: Callable[[list[_Part]], _Part],
@@ -476,7 +476,7 @@ class Traffic:
     ) -> Any:
         """Give rank 0 what all ranks' values make together, and return its decision, on all ranks.
 
-            most = traffic.reduce(len(data), max, lambda largest: largest)
+            most = comm.reduce_on_root(len(data), max, lambda largest: largest)
 
         Args:
             combine: makes one value of those of some ranks, in their order. What it returns is to
@@ -497,7 +497,7 @@ class Traffic:
         self.links.post(self._children, answer)
         return pickle.loads(answer)
 
-    def decide(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
+    def decide_on_root(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
         """Give rank 0 every rank's value, and return what it makes of them, on all ranks.
 
         Rank 0 holds all of them: `reduce` is for what need not be listed.
@@ -505,27 +505,27 @@ class Traffic:
         Raises:
             DistributedError: a rank failed, died or was silent for too long.
         """
-        return self.reduce(
+        return self.reduce_on_root(
             [pickle.dumps(value)],
             lambda some: [one for each in some for one in each],
             lambda every: decision([pickle.loads(one) for one in every]),
         )
 
-    def agree(self) -> None:
+    def barrier(self) -> None:
         """Return when every rank got here without an error.
 
         Raises:
             DistributedError: a rank failed, or does not get here.
         """
-        self.reduce(None, lambda _: None, lambda _: None)
+        self.reduce_on_root(None, lambda _: None, lambda _: None)
 
     @contextlib.contextmanager
-    def together(self, theirs: bool = False) -> Iterator[None]:
+    def propagate_errors(self, user_code: bool = False) -> Iterator[None]:
         """Do something that may fail on one rank: then it is an error on all.
 
         Args:
-            theirs: it is the user's code: all its errors are raised as they are on this rank, and
-                but for fastserial's own as nothing but a `DistributedError` on the others.
+            user_code: the body is the user's: all its errors are raised as they are on this rank,
+                and but for fastserial's own as nothing but a `DistributedError` on the others.
 
         Raises:
             DistributedError: another rank failed, or this one with an error of fastserial's or of
@@ -539,11 +539,11 @@ class Traffic:
                 self.fail(error.rank, error.cause, distributed_kind(error))
             raise
         except BaseException as error:
-            is_users = theirs and not isinstance(error, FastserialError)
+            is_users = user_code and not isinstance(error, FastserialError)
             kind = ErrorKind() if is_users else distributed_kind(error)
             failure = self.fail(self.job_rank, _in_words(error), kind)
             known = isinstance(error, FastserialError | OSError)
-            if known and not theirs and not is_foreign(error):
+            if known and not user_code and not is_foreign(error):
                 raise failure from error
             raise
 
@@ -585,6 +585,6 @@ def _close() -> None:
     A thread of gloo's that lets go of a tensor later than that ends the process by SIGABRT.
     """
     for made in list(_made.values()):
-        for traffic in made.values():
-            traffic._drop()
+        for comm in made.values():
+            comm._drop()
     _made.clear()

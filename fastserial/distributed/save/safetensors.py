@@ -18,11 +18,11 @@ import torch
 
 from fastserial.checkpoints.convert import type_name
 from fastserial.config import current
-from fastserial.distributed.onefile.saver import SaveTask, Writers
-from fastserial.distributed.ranks.call import call_of
-from fastserial.distributed.ranks.group import Traffic, collective, path_of
+from fastserial.distributed.comm.call import call_of
+from fastserial.distributed.comm.group import RankGroup, collective, path_of
+from fastserial.distributed.layout.placement import as_dtensor, local_of
 from fastserial.distributed.save.partition import FilePlan
-from fastserial.distributed.sharding.pieces import as_dtensor, local_of
+from fastserial.distributed.save.session import SaveTask, Writers
 from fastserial.distributed.state.states import state_of_module
 from fastserial.distributed.state.tables import StateTable
 from fastserial.distributed.state.walk import buffers_of
@@ -120,7 +120,7 @@ def save_folder(
     """Write a model as a folder of safetensors files; see `save`. Collective."""
     began = perf_counter()
     reports: list[SaveReport] = []
-    with collective(group, timeout, call_of("distributed.save", folder)) as traffic:
+    with collective(group, timeout, call_of("distributed.save", folder)) as comm:
         path = path_of(folder, obj, "distributed.save(model, folder)")
         config = current()
         if not isinstance(shard_nbytes, int) or shard_nbytes <= 0:
@@ -131,11 +131,13 @@ def save_folder(
             {key for key, one in state.items() if local_of(one, key).numel()},
             _shared(state),
         )
-        files = traffic.decide(mine, lambda found: _begin(path, traffic.jobs, found, shard_nbytes))
+        files = comm.decide_on_root(
+            mine, lambda found: _begin(path, comm.jobs, found, shard_nbytes)
+        )
         try:
             for name, keys in files.items():
                 tensors = {key: state[key] for key in keys}
-                reports.append(_save_file(traffic, os.path.join(path, name), tensors, writers))
+                reports.append(_save_file(comm, os.path.join(path, name), tensors, writers))
             if len(files) > 1:
                 written = [key for keys in files.values() for key in keys]
                 nbytes = sum(mine.tensors[key][2] for key in written)
@@ -143,9 +145,9 @@ def save_folder(
                 counted = [state[key].numel() for key in written if not _is_in(state[key], buffers)]
                 index = index_bytes(files, nbytes, sum(counted))
                 place = os.path.join(path, INDEX)
-                traffic.decide(None, lambda _: replace_bytes(place, index, config.durable))
+                comm.decide_on_root(None, lambda _: replace_bytes(place, index, config.durable))
         except BaseException:
-            if not traffic.rank and not os.path.exists(os.path.join(path, INDEX)):
+            if not comm.rank and not os.path.exists(os.path.join(path, INDEX)):
                 for report in reports if len(files) > 1 else ():
                     with suppress(OSError):  # without the index they are no checkpoint
                         os.unlink(report.path)
@@ -162,10 +164,10 @@ def save_folder(
 
 
 def _save_file(
-    traffic: Traffic, path: str, tensors: Mapping[str, torch.Tensor], writers: Writers
+    comm: RankGroup, path: str, tensors: Mapping[str, torch.Tensor], writers: Writers
 ) -> SaveReport:
     order = file_order({key: type_name(tensor) for key, tensor in tensors.items()})
-    task = _FileTask(traffic, path, writers, None, perf_counter())
+    task = _FileTask(comm, path, writers, None, perf_counter())
     try:
         return task.run({key: _own(tensors[key]) for key in order})
     except BaseException as error:

@@ -19,6 +19,19 @@ from fastserial.checkpoints.verify.file_list import read_index
 from fastserial.checksums import PartialCrc as CrcPiece
 from fastserial.checksums import crc_mismatch, joined_crc
 from fastserial.config import Config
+from fastserial.distributed.comm.call import call_of
+from fastserial.distributed.comm.distinct import gather_distinct
+from fastserial.distributed.comm.group import RankGroup, collective, node_name, path_of
+from fastserial.distributed.layout.boxes import runs_of
+from fastserial.distributed.layout.file_index import (
+    FileIndex,
+    FileTensor,
+    Record,
+    index_of_file,
+)
+from fastserial.distributed.load.files import StoredFiles
+from fastserial.distributed.load.matching import Match, file_leaves, path_name, unused
+from fastserial.distributed.load.part_reader import PartReader
 from fastserial.distributed.load.read_plan import ReadPlan
 from fastserial.distributed.load.reader import (
     Arrays,
@@ -29,28 +42,15 @@ from fastserial.distributed.load.reader import (
     records_of,
 )
 from fastserial.distributed.load.wanted import Demands, demands_of, texts_of
-from fastserial.distributed.plan.matching import Match, file_leaves, path_name, unused
-from fastserial.distributed.ranks.call import call_of
-from fastserial.distributed.ranks.distinct import gather_distinct
-from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
-from fastserial.distributed.reading.files import StoredFiles
-from fastserial.distributed.reading.part_reader import PartReader
-from fastserial.distributed.sharding.boxes import runs_of
-from fastserial.distributed.sharding.file_index import (
-    FileIndex,
-    FileTensor,
-    Record,
-    index_of_file,
-)
 from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMismatchError
 from fastserial.formats.container import is_dcp_folder
+from fastserial.formats.dcp import METADATA
 from fastserial.formats.safetensors import INDEX, ONE_FILE
 from fastserial.interrupts import cleanup, ours
 from fastserial.memory.held_settings import paused_collection
 from fastserial.nests import Path
 from fastserial.reports import LoadReport, RankReport, publish_load
 
-METADATA = ".metadata"
 _FOUND = b"found"  # what a rank says of its comparison begins with that
 _Texts = tuple[Sequence[str], Sequence[int]]  # texts, and the ranks that have them
 _SHOWN = 20  # keys, and mismatches, that an error names
@@ -92,10 +92,10 @@ def load_file(
     with cleanup(close):
         try:
             # Each rank may have a copy of the file, in a folder of its own.
-            with collective(group, timeout, call_of("distributed.load")) as traffic:
+            with collective(group, timeout, call_of("distributed.load")) as comm:
                 config = config_module.current()
                 name = path_of(path, into, "distributed.load(path, into)")
-                task = LoadTask(traffic, name, config, broadcast, strict, began)
+                task = LoadTask(comm, name, config, broadcast, strict, began)
                 task.select = select
                 refusal = task.compare(into, cast, beside)
                 if not refusal:
@@ -140,14 +140,14 @@ class LoadTask:
 
     def __init__(
         self,
-        traffic: Traffic,
+        comm: RankGroup,
         path: str,
         config: Config,
         broadcast: bool,
         strict: bool,
         began: float,
     ) -> None:
-        self._traffic = traffic
+        self._comm = comm
         self.path = path
         self._config = config
         self._broadcast = broadcast
@@ -169,7 +169,7 @@ class LoadTask:
         Returns:
             Why it does not fit, the same text on every rank; empty if it does.
         """
-        traffic = self._traffic
+        comm = self._comm
         with paused_collection():
             value = self._contents(self._read_index(), into)
             if self._damage:
@@ -178,19 +178,19 @@ class LoadTask:
             leaves = file_leaves(value)
             arrays = Arrays(leaves, self._files)
             tied = self._container == "safetensors"  # a file has the first of tied tensors only
-            self._match = match = Match(traffic.rank, traffic.ranks, cast, tied, self._strict)
+            self._match = match = Match(comm.rank, comm.ranks, cast, tied, self._strict)
             match.compare(into, value, beside)
             self._jobs = Jobs([], [], [], [])
             try:
                 self._jobs = divided_jobs(match.jobs, arrays)
             except ours(CorruptCheckpointError) as error:
-                self._damage = f"{error} (read by rank {traffic.job_rank})"
+                self._damage = f"{error} (read by rank {comm.job_rank})"
             wanted = texts_of(self._jobs.jobs, arrays.number_of) if self._broadcast else []
             refusal = self._compare_ranks(leaves, wanted)
             if not refusal and not self._damage:
                 demands = Demands(demands_of(self._wanted)) if self._broadcast else None
                 jobs, verify = self._jobs, self._config.verify_on_load
-                self._plan = ReadPlan(jobs.grids, jobs.targets, demands, traffic.rank, verify)
+                self._plan = ReadPlan(jobs.grids, jobs.targets, demands, comm.rank, verify)
         self._planned = perf_counter()
         return refusal
 
@@ -210,9 +210,9 @@ class LoadTask:
         used = {*match.used, *match.offered}
         rest = runs_of(unused(leaves, used)) if match.offered else free, free
         mine = json.dumps([self._damage, match.missing, match.problems, call, rest]).encode()
-        found = gather_distinct(self._traffic, [_FOUND + mine, *wanted])
+        found = gather_distinct(self._comm, [_FOUND + mine, *wanted])
         self._wanted = [one for one in found if not one.text.startswith(_FOUND)]
-        jobs = self._traffic.jobs
+        jobs = self._comm.jobs
         every = [
             (*json.loads(text.removeprefix(_FOUND)), [jobs[rank] for rank in ranks])
             for text, ranks in found
@@ -240,9 +240,9 @@ class LoadTask:
 
         def read(_: list[Any]) -> dict[str, FileIndex]:
             if is_dcp_folder(self.path):
-                from fastserial.distributed.dcp.contents import index_of_folder
+                from fastserial.distributed.load.folder_contents import index_of_folder
 
-                return {METADATA: index_of_folder(self._files, self._traffic.alive)}
+                return {METADATA: index_of_folder(self._files, self._comm.heartbeat)}
             files = self._files
             return {
                 name: index_of_file(files.open(name).fd, files.path_of(name), name)
@@ -250,11 +250,11 @@ class LoadTask:
             }
 
         for left in reversed(range(_RACES)):
-            indexes: dict[str, FileIndex] = self._traffic.decide(None, read)
+            indexes: dict[str, FileIndex] = self._comm.decide_on_root(None, read)
             same = all(self._has(name, index) for name, index in indexes.items())
             if not same and not left:
                 break
-            if self._traffic.decide(same, all):
+            if self._comm.decide_on_root(same, all):
                 return indexes
             self.close()
             self._files = StoredFiles(self.path, self._config)
@@ -278,7 +278,7 @@ class LoadTask:
         files.names = list(first.files or indexes)
         files.has_items = first.container == "dcp"
         if files.has_items and not first.damage:
-            from fastserial.distributed.dcp.contents import number_keys
+            from fastserial.distributed.load.folder_contents import number_keys
 
             number_keys(first.value, into)
         if not others:
@@ -304,7 +304,7 @@ class LoadTask:
         self.is_filling = True
         result = self._move()
         if not result.damage:
-            with self._traffic.together(theirs=True):
+            with self._comm.propagate_errors(user_code=True):
                 self._match.finish()
         return result
 
@@ -314,20 +314,20 @@ class LoadTask:
         records = records_of(self._jobs.grids) if self._files.has_items else self._index.records
         known = list(records) if verify else []
         whole = self._plan.whole
-        parts = PartReader(self._files, known, whole=whole, between=self._traffic.alive)
-        flow = Flow(self._traffic, parts, self._plan)
+        parts = PartReader(self._files, known, whole=whole, between=self._comm.heartbeat)
+        flow = Flow(self._comm, parts, self._plan)
         parts.read_own(self._plan.alone)
         damage = ""
         try:
             read_odd(self._jobs.odd, self._files)
         except ours(CorruptCheckpointError) as error:
-            damage = f"{error} (read by rank {self._traffic.job_rank}). {HALFWAY}"
+            damage = f"{error} (read by rank {self._comm.job_rank}). {HALFWAY}"
         own = perf_counter()
         if self._broadcast:
             flow.share()
         counts, exchange = self._files.report()["counts"], flow.exchange
         line = RankReport(
-            rank=self._traffic.job_rank,
+            rank=self._comm.job_rank,
             node=node_name(),
             bytes=counts.direct + counts.cached,
             sent_bytes=exchange.sent_bytes,
@@ -343,7 +343,7 @@ class LoadTask:
         all_checked = checked and all(map(parts.checks, self._jobs.targets))
         pieces = [(known[piece.record], piece) for piece in parts.ledger.pieces()]
         mine = _Read(line, damage, pieces, all_checked)
-        result: LoadResult = self._traffic.decide(mine, self._decide_on_checksums)
+        result: LoadResult = self._comm.decide_on_root(mine, self._decide_on_checksums)
         return result
 
     def _decide_on_checksums(self, done: Sequence[_Read]) -> LoadResult:

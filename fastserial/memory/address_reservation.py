@@ -26,7 +26,7 @@ _libc.mmap.argtypes = (
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
-class Untouched:
+class AddressReservation:
     """An address range without memory, from which storages are made."""
 
     def __init__(self, nbytes: int, count: int) -> None:

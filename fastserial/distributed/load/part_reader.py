@@ -19,11 +19,11 @@ import torch
 from fastserial.checkpoints.tensor_read import resolved, sink_of
 from fastserial.checksums import CrcLedger
 from fastserial.config.performance import SCATTERED_CHUNK
-from fastserial.distributed.ranks.exchange import INTEGERS
-from fastserial.distributed.reading.files import StoredFiles, number_of
-from fastserial.distributed.sharding.boxes import Box, joined, run_of, span_of, within
-from fastserial.distributed.sharding.file_index import Record
-from fastserial.distributed.sharding.grid import Grid
+from fastserial.distributed.comm.exchange import INTEGERS
+from fastserial.distributed.layout.boxes import Box, joined, run_of, span_of, within
+from fastserial.distributed.layout.file_index import Record
+from fastserial.distributed.layout.grid import Grid
+from fastserial.distributed.load.files import StoredFiles, number_of
 from fastserial.loading.reader import CheckedSink, HostSink, ReadExtent, Sink
 from fastserial.memory.buffers import Ring
 from fastserial.memory.storages import is_plain

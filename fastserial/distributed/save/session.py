@@ -7,8 +7,8 @@
 3. The bytes flow.
 4. Rank 0 gets the checksums, writes what needs them, syncs, renames.
 
-The messages of a save (`Traffic.decide`): what the ranks have, and the decision; what differs, if
-something does; that all are ready; with a base, what was cloned; what was written. With
+The messages of a save (`RankGroup.decide_on_root`): what the ranks have, and the decision; what
+differs, if something does; that all are ready; with a base, what was cloned; what was written. With
 `merge="union"` the states first.
 """
 
@@ -21,15 +21,15 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from fastserial.config import current
-from fastserial.distributed.onefile.full_pickle import FileLayout, StandIns, lay_out
-from fastserial.distributed.onefile.shard_writer import ShardWriter, joined_checksums
-from fastserial.distributed.onefile.shared_file import FileIdentity, NewFile, OpenedFile
-from fastserial.distributed.ranks.call import call_of
-from fastserial.distributed.ranks.copies import Copies, join_copies
-from fastserial.distributed.ranks.exchange import Exchange
-from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
+from fastserial.distributed.comm.call import call_of
+from fastserial.distributed.comm.exchange import Exchange
+from fastserial.distributed.comm.group import RankGroup, collective, node_name, path_of
+from fastserial.distributed.comm.replicas import Copies, join_copies
+from fastserial.distributed.layout.placement import TensorSpec
+from fastserial.distributed.save.full_pickle import FileLayout, Placeholders, lay_out
 from fastserial.distributed.save.partition import FilePlan, Partition
-from fastserial.distributed.sharding.pieces import TensorSpec
+from fastserial.distributed.save.shared_file import FileIdentity, NewFile, OpenedFile
+from fastserial.distributed.save.writer import ShardWriter, joined_checksums
 from fastserial.distributed.state.agreement import Agreement, Compared
 from fastserial.distributed.state.facts import facts_of
 from fastserial.distributed.state.merging import merged
@@ -183,9 +183,9 @@ def save_file(
     began = perf_counter()
     saving: SaveTask | None = None
     try:
-        with collective(group, timeout, call_of("distributed.save", path, obj)) as traffic:
+        with collective(group, timeout, call_of("distributed.save", path, obj)) as comm:
             name = path_of(path, obj, "distributed.save(obj, path)")
-            saving = SaveTask(traffic, name, writers, merge, began, base)
+            saving = SaveTask(comm, name, writers, merge, began, base)
             report = saving.run(obj)
     except BaseException as error:
         if saving is not None:
@@ -202,7 +202,7 @@ class SaveTask:
 
     def __init__(
         self,
-        traffic: Traffic,
+        comm: RankGroup,
         path: str,
         writers: Writers,
         merge: str | None,
@@ -217,7 +217,7 @@ class SaveTask:
         """
         if merge not in (None, "union"):
             raise ConfigError(f'merge must be None or "union", not {merge!r}')
-        self.traffic = traffic
+        self.comm = comm
         self.path = path
         self._writers = writers
         self._merge = merge
@@ -243,18 +243,18 @@ class SaveTask:
 
     def prepare(self, obj: object) -> None:
         """Plan the save, and make the new file. Collective."""
-        traffic = self.traffic
+        comm = self.comm
         with paused_collection():
             found, table = self._plan(obj)
             specs, partition = self._partition(table)
             if self._new is None:
                 self._opened = OpenedFile(self._decision.file)
         planned = perf_counter()
-        traffic.agree()
+        comm.barrier()
         self._phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
         synchronize_devices(found.values)
         rest = self._laid_out.rest if self._laid_out is not None else ()
-        sources = sources_of(table, specs, found.values, traffic.rank, rest)
+        sources = sources_of(table, specs, found.values, comm.rank, rest)
         self._writer = ShardWriter(self._decision.plan, partition, sources, self._laid_out)
 
     def freeze(self, taken: Snapshot) -> None:
@@ -265,7 +265,7 @@ class SaveTask:
         """Write; return what this rank knows of the save. Collective."""
         try:
             done, outcome = self._write()
-            finished = self.traffic.decide(done, self._conclude)
+            finished = self.comm.decide_on_root(done, self._conclude)
         except ours(OSError) as error:
             raise self._explained(error) from error
         if self._opened is not None:
@@ -274,27 +274,27 @@ class SaveTask:
 
     def _plan(self, obj: object) -> tuple[Leaves, StateTable]:
         """Agree with the other ranks on the plan; on rank 0, make the new file."""
-        traffic = self.traffic
+        comm = self.comm
         found = leaves(obj)
         modules, state = found.live, obj
         buffers = buffers_of(modules)
         if modules:
             state = states(obj, modules, self._versions)
         if self._merge == "union":
-            state = merged(state, traffic, buffers)
+            state = merged(state, comm, buffers)
         if state is not obj:
             found = leaves(state)
         table = self._table(found, buffers)
-        agreement = Agreement(found, table, traffic, self.config)
-        if traffic.rank == 0:
+        agreement = Agreement(found, table, comm, self.config)
+        if comm.rank == 0:
             self._laid_out = self._lay_out(table, state, found.values)
         ranges: Ranges = {}
         for source, first, stop in table.ranges():
-            ranges.setdefault(source, []).append((traffic.rank, first, stop))
-        mine = StateSummary({node_name(): traffic.rank}, ranges, table.grids, agreement.digests)
-        self._decision = traffic.reduce(mine, join_summaries, self._decide)
+            ranges.setdefault(source, []).append((comm.rank, first, stop))
+        mine = StateSummary({node_name(): comm.rank}, ranges, table.grids, agreement.digests)
+        self._decision = comm.reduce_on_root(mine, join_summaries, self._decide)
         if self._decision.differing:
-            agreement.settle(self._decision.differing)
+            agreement.raise_if_different(self._decision.differing)
         return found, table
 
     def _kept(self, name: str, made_from: object, make: Callable[[], _Made]) -> _Made:
@@ -302,34 +302,34 @@ class SaveTask:
 
         Nothing of the state itself is kept.
         """
-        kept: Any = self.traffic.kept
+        kept: Any = self.comm.kept
         if name not in kept or kept[name][0] != made_from:
             kept[name] = made_from, make()
         made: _Made = kept[name][1]
         return made
 
     def _table(self, found: Leaves, buffers: set[int]) -> StateTable:
-        traffic, facts = self.traffic, facts_of(found.paths, found.values, buffers)
+        comm, facts = self.comm, facts_of(found.paths, found.values, buffers)
         made_from = object() if facts is None else facts
         return self._kept(
-            "table", made_from, lambda: table_of(found, traffic.rank, traffic.ranks, buffers)
+            "table", made_from, lambda: table_of(found, comm.rank, comm.ranks, buffers)
         )
 
     def _partition(self, table: StateTable) -> tuple[list[TensorSpec], Partition]:
         """Return the tensors as all ranks hold them, and what this rank does."""
-        traffic, decision = self.traffic, self._decision
+        comm, decision = self.comm, self._decision
 
         def make() -> tuple[list[TensorSpec], Partition]:
             specs = table.completed(decision.ranges, decision.grids, decision.plan.records)
-            return specs, Partition(decision.plan, specs, traffic.rank, traffic.size)
+            return specs, Partition(decision.plan, specs, comm.rank, comm.size)
 
         made_from = decision.plan, decision.ranges, decision.grids, table.digest
         return self._kept(self.container, made_from, make)
 
     def _lay_out(self, table: StateTable, state: Any, values: Sequence[Any]) -> FileLayout:
         """Lay the file out. On rank 0."""
-        stand_ins = self._kept("stand-ins", table, lambda: StandIns(table, values))
-        return lay_out(self._archive(), state, values, stand_ins)
+        placeholders = self._kept("placeholders", table, lambda: Placeholders(table, values))
+        return lay_out(self._archive(), state, values, placeholders)
 
     def _archive(self) -> str:
         """Return the name that torch puts before the names of the file's records."""
@@ -344,7 +344,7 @@ class SaveTask:
             raise ValueError("only rank 0 decides")
         # safetensors aligns each element to its own size
         alignment = storage_alignment() if self.container == "zip" else 16
-        writers = writing_ranks(self._writers, self.traffic.size, found.nodes, alignment)
+        writers = writing_ranks(self._writers, self.comm.size, found.nodes, alignment)
         plan = self._laid_out.file_plan(writers)
         plan = plan._replace(cuts_replicas=self.config.compare == "all")
         self._new = NewFile(self.path, self.config)
@@ -357,16 +357,16 @@ class SaveTask:
 
     def _write(self) -> tuple[_Written, Outcome]:
         """Write this rank's part; return what rank 0 has to know of it."""
-        traffic, writer, opened = self.traffic, self._writer, self._opened
-        exchange = Exchange(traffic, self.config)
+        comm, writer, opened = self.comm, self._writer, self._opened
+        exchange = Exchange(comm, self.config)
         fd = opened.fd if opened is not None else self._new.file.fd if self._new is not None else -1
         if self._decision.base is not None:
-            writer.clone(fd, self._decision.base, self.config, traffic.alive)
+            writer.clone(fd, self._decision.base, self.config, comm.heartbeat)
             # Here a rank waits as long as the others are alive.
             cloned = writer.cloned, writer.unshared
-            self._unshared = traffic.decide(cloned, self._reserve_unless_cloned)
-        outcome = writer.write(fd, self.config, exchange, lambda nbytes: traffic.alive())
-        ending = traffic.reduce(writer.checksums(), joined_checksums, writer.ending)
+            self._unshared = comm.decide_on_root(cloned, self._reserve_unless_cloned)
+        outcome = writer.write(fd, self.config, exchange, lambda nbytes: comm.heartbeat())
+        ending = comm.reduce_on_root(writer.checksums(), joined_checksums, writer.ending)
         syncing = perf_counter()
         writer.end(fd, ending)
         # Each rank what it wrote: equal boot ids are not one page cache (two FUSE mounts, say). On
@@ -375,7 +375,7 @@ class SaveTask:
         if opened is not None and (self.config.durable or self._decision.several_nodes):
             opened.sync()
         report = RankReport(
-            rank=traffic.job_rank,
+            rank=comm.job_rank,
             node=node_name(),
             bytes=writer.nbytes - writer.cloned,
             sent_bytes=exchange.sent_bytes,
@@ -423,7 +423,7 @@ class SaveTask:
             transfer=outcome.transfer.word,
             transfer_why=outcome.transfer.why,
             ranks=self._reports,
-            rank=self.traffic.job_rank,
+            rank=self.comm.job_rank,
         )
 
     def _explained(self, error: OSError) -> WriteError:

@@ -12,8 +12,8 @@ from itertools import product
 
 import torch
 
-from fastserial.distributed.sharding.boxes import Box, intersect, span_of
-from fastserial.distributed.sharding.file_index import FileTensor
+from fastserial.distributed.layout.boxes import Box, intersect, span_of
+from fastserial.distributed.layout.file_index import FileTensor
 from fastserial.formats.stored import Chunk
 from fastserial.formats.tensors import contiguous_stride
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastserial.distributed.onefile.loader import load_file
-from fastserial.distributed.onefile.safetensors import save_folder
-from fastserial.distributed.onefile.saver import TIMEOUT, Writers, save_file
+from fastserial.distributed.load.session import load_file
+from fastserial.distributed.save.safetensors import save_folder
+from fastserial.distributed.save.session import TIMEOUT, Writers, save_file
 from fastserial.errors import ConfigError
 from fastserial.reports import LoadReport, SaveReport
 

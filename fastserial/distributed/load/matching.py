@@ -11,8 +11,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from fastserial.checkpoints.own_loading import Conversion, is_scalar_for, why_not_filled
-from fastserial.distributed.sharding.file_index import FileTensor, is_plain_tuple
-from fastserial.distributed.sharding.pieces import Holding, as_dtensor, holding, local_of
+from fastserial.distributed.layout.file_index import FileTensor, is_plain_tuple
+from fastserial.distributed.layout.placement import Holding, as_dtensor, holding, local_of
 from fastserial.distributed.state.states import LiveState
 from fastserial.distributed.state.walk import is_leaf, is_live, leaves
 from fastserial.errors import LoadMismatchError
@@ -104,7 +104,7 @@ class Match:
         for put in self._puts:
             put()
         for one in self._live:
-            one.give_back(self.strict)
+            one.apply(self.strict)
 
     # -- key by key ------------------------------------------------------------------------------
 

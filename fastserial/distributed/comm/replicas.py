@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fastserial.checksums import crc32
-from fastserial.distributed.ranks.exchange import as_integers
+from fastserial.distributed.comm.exchange import as_integers
 from fastserial.formats.tensors import reach
 from fastserial.memory.storages import synchronize
 

@@ -1,0 +1,1 @@
+"""What ranks say to each other: along a tree, through the job's store, and bytes."""

@@ -1,1 +1,0 @@
-"""Which rank writes or reads which bytes of a file: arithmetic, the same on every rank."""

@@ -1,1 +1,0 @@
-"""Reads boxes of tensors from a file: directly into their targets, or by windows."""
