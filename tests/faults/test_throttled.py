@@ -17,6 +17,8 @@ from support.forms import FULL
 
 from fastserial.bench.state import chill
 
+pytestmark = pytest.mark.timeout(3600)
+
 _SPEED = 60_000_000  # bytes a second
 _BLKIO = Path("/sys/fs/cgroup/blkio")  # version 1: the limits of its root hold for write-back, too
 _SECTOR = 512
