@@ -166,7 +166,8 @@ def main() -> None:
         damaged = isinstance(error, CorruptCheckpointError)
         raise SystemExit(_DAMAGED if damaged else _USAGE_ERROR) from None
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+        if missing.partition(".")[0] == "torch":
             text = "this needs torch, which is not installed: pip install torch"
         elif sys.flags.dev_mode:
             raise

@@ -1,4 +1,5 @@
-/* LD_PRELOAD: the call number `at` of pwrite is cut to `keep` bytes of its length.
+/* LD_PRELOAD: call number `at` of pwrite, and of write and writev to files without a name, is cut
+   to `keep` bytes.
 
    Really short, as at a signal or a quota: the bytes that are said to be written are written.
    The file named by SHORTWRITE holds four ints: at, keep, how many calls there were, and how many
@@ -9,6 +10,8 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 static int *control;
@@ -48,4 +51,39 @@ ssize_t pwrite64(int fd, const void *data, size_t length, off64_t offset)
 ssize_t pwrite(int fd, const void *data, size_t length, off_t offset)
 {
     return pwrite64(fd, data, length, offset);
+}
+
+static int is_new_file(int fd)
+{
+    struct stat found;
+    return fstat(fd, &found) == 0 && S_ISREG(found.st_mode) && found.st_nlink == 0;
+}
+
+ssize_t write(int fd, const void *data, size_t length)
+{
+    static ssize_t (*real)(int, const void *, size_t);
+    if (!real)
+        real = dlsym(RTLD_NEXT, "write");
+    return real(fd, data, is_new_file(fd) ? cut(length) : length);
+}
+
+ssize_t writev(int fd, const struct iovec *parts, int count)
+{
+    static ssize_t (*real)(int, const struct iovec *, int);
+    if (!real)
+        real = dlsym(RTLD_NEXT, "writev");
+    if (!is_new_file(fd) || count > 64)
+        return real(fd, parts, count);
+    struct iovec some[64];
+    size_t left = 0;
+    for (int at = 0; at < count; at++)
+        left += parts[at].iov_len;
+    left = cut(left);
+    for (int at = 0; at < count; at++) {
+        some[at] = parts[at];
+        if (some[at].iov_len > left)
+            some[at].iov_len = left;
+        left -= some[at].iov_len;
+    }
+    return real(fd, some, count);
 }

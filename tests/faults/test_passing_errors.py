@@ -49,13 +49,14 @@ def failing(lab: Lab) -> Failing:
 def test_the_save_is_repeated(
     call: str, failing: Failing, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fastserial.install()
+    # torch's own writer, which small files have, would take the errors of writes
+    options: dict[str, Any] = {"small_file": 0} if call == "write" else {}
     path = failing.where / "x.pt"
     for name in ("EIO", "ESTALE", "ETIMEDOUT"):
         state = SMALL if name == "ESTALE" else STATE
         fastserial.uninstall()
         torch.save(state, tmp_path / "x.pt")
-        fastserial.install()
+        fastserial.install(**options)
         torch.save({"old": 1}, path)
         failing.fail(call, name, 2)
         caplog.clear()

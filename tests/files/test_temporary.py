@@ -63,7 +63,7 @@ def gone() -> Owner:
 
 
 @pytest.fixture
-def heartbeat() -> Iterator[Owner]:
+def alive() -> Iterator[Owner]:
     with subprocess.Popen(["sleep", "60"]) as process:
         started = temporary._Status(process.pid).started
         yield this_process()._replace(process=process.pid, started=started)

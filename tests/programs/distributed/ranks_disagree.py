@@ -411,9 +411,9 @@ def values(folder: str) -> None:
     dist.barrier()
     assert not path.exists()
     asked: list[int] = []
-    settle = Agreement.settle
+    real = Agreement.raise_if_different
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Agreement, "settle", lambda *some: (asked.append(1), settle(*some)))
+        patch.setattr(Agreement, "raise_if_different", lambda *some: (asked.append(1), real(*some)))
         for number in range(3):
             own = {"history": [0.5, me], "host": f"host{me}", "small": torch.tensor([me, number])}
             rank_0 = {"only": 3} if me == 0 else {}
