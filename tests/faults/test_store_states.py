@@ -51,8 +51,10 @@ class Watched:
         self._real.remove(there)
 
 
-def run(folder: Path, store: Watched, patch: pytest.MonkeyPatch, steps: range) -> None:
-    """Save steps."""
+def run(
+    folder: Path, store: Watched, patch: pytest.MonkeyPatch, steps: range, twice: bool = False
+) -> None:
+    """Save steps; `twice`: the last one is found before it is added, as a run that begins may."""
     patch.setattr(mirror, "remote_folder", lambda *_, **__: store)
     weight = torch.zeros(1000)
     with fastserial.Checkpointer(folder, {"weight": weight}, keep=2, mirror=store.url) as saver:
@@ -61,6 +63,10 @@ def run(folder: Path, store: Watched, patch: pytest.MonkeyPatch, steps: range) -
             weight.fill_(step)
             saver.save(step)
             saver.wait()
+        if twice:
+            made: Any = saver._mirror
+            made.close()
+            made.add(steps[-1], {}, bool)
 
 
 def resumed(folder: Path, objects: Objects, patch: pytest.MonkeyPatch) -> Any:
@@ -85,7 +91,7 @@ def problems(folder: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[str]]:
     """Return the number of states, and what is wrong with any: a run goes back."""
     store = Watched(folder / "remote")
     run(folder / "run", store, patch, range(1, 5))
-    run(folder / "again", store, patch, range(5, 7))
+    run(folder / "again", store, patch, range(5, 7), twice=True)
     newest, distinct, wrong = 0, [], []
     for number, objects in enumerate(store.states):
         if objects in distinct:

@@ -284,6 +284,8 @@ class Trials:
             self.wrong.append(f"left beside {path.name}: {os.listdir(path.parent)}")
 
     def run(self, count: int, most: int) -> None:
+        self.raised.clear()  # with the loads that its frames hold: what follows is no part of them
+        gc.collect()
         durations = []
         for call in self.calls:
             call()
