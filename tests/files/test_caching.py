@@ -30,8 +30,9 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A file that is not in the page cache."""
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that is not in the page cache, on a device that has refused nothing."""
+    monkeypatch.setattr(linux, "_refusing", set())
     file = tmp_path / "f.pt"
     with stock():
         torch.save([noise(3 * MIB), noise(5 * MIB)], file)
