@@ -33,9 +33,9 @@ from fastserial.memory.storages import (
     storage_memory,
     synchronize,
 )
-from fastserial.saving.small import SmallRecord
 
 if TYPE_CHECKING:
+    from fastserial.saving.small import SmallRecord
     from fastserial.saving.writer import FastFileWriter
 
 
@@ -233,10 +233,10 @@ def checksums_wanted() -> bool:
     return bool(torch.serialization.get_crc32_options())
 
 
-def new_writer(sink: Any, align: int) -> Any:
-    """Return torch's own writer of archives, which gives its bytes to `sink`."""
+def new_writer(sink: Any, align: int, checksums: bool = True) -> Any:
+    """Return torch's own writer of archives, which gives its bytes to `sink`, or writes a path."""
     more = (align,) if has_alignment() else ()
-    return torch._C.PyTorchFileWriter(sink, True, *more)
+    return torch._C.PyTorchFileWriter(sink, checksums, *more)
 
 
 def finish_layout(layout: ZipLayout) -> ZipPlan:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
 from fastserial.formats.zip_format import END, END64, END64_SIGNATURE, LOCATOR
 from fastserial.interrupts import ours, suppress
+from fastserial.saving.archive import new_writer
 
 _ENDING = END64.size + LOCATOR.size + END.size
 
@@ -52,7 +52,7 @@ def fill_by_torch(
 def _is_filled(
     fd: int, archive: str, alignment: int, checksums: bool, records: Iterable[SmallRecord]
 ) -> bool:
-    writer = _open(f"/proc/self/fd/{fd}\0\\{archive}.pt", checksums, alignment)
+    writer = new_writer(f"/proc/self/fd/{fd}\0\\{archive}.pt", alignment, checksums)
     try:
         is_named = writer.archive_name() == archive
         for name, data, nbytes in records if is_named else ():
@@ -68,11 +68,6 @@ def _is_filled(
     finally:
         del writer  # which has the file open, and perhaps bytes to write: none may come later
     return is_named and _is_whole(fd)
-
-
-def _open(path: str, checksums: bool, alignment: int) -> Any:
-    more = (alignment,) if hasattr(torch.serialization, "_get_storage_alignment") else ()
-    return torch._C.PyTorchFileWriter(path, checksums, *more)
 
 
 def _is_whole(fd: int) -> bool:

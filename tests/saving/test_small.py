@@ -56,8 +56,8 @@ class Flawed:
 
 
 def _flawed(monkeypatch: pytest.MonkeyPatch, number: int, flaw: Callable[[], None]) -> None:
-    real = small._open
-    monkeypatch.setattr(small, "_open", lambda *given: Flawed(real(*given), number, flaw))
+    real = small.new_writer
+    monkeypatch.setattr(small, "new_writer", lambda *given: Flawed(real(*given), number, flaw))
 
 
 def _fail() -> None:
