@@ -11,6 +11,7 @@ import errno
 import io
 import os
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -56,7 +57,8 @@ class StoredFiles:
 
     Attributes:
         path: of the only file, or of the folder.
-        names: of the files, in the order of their addresses; of the only one it is empty.
+        names: of the files, in the order of their addresses, which they have from the first one
+            on; of the only file it is empty.
         has_items: their chunks are items, which have to be looked at.
         completed: path and state of what completes the checkpoint, if another save may replace it.
     """
@@ -113,7 +115,11 @@ class StoredFiles:
 
     def address_of(self, chunk: Chunk) -> int:
         """Return the address of a chunk's first element."""
-        return address(self.names.index(chunk.file), chunk.offset + (chunk.start or 0))
+        return address(self._numbers[chunk.file], chunk.offset + (chunk.start or 0))
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
 
     def report(self) -> dict[str, Any]:
         """Return what was read and how: arguments of `report_load`."""
