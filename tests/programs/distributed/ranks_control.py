@@ -62,7 +62,7 @@ def handler(folder: str, control: str = "") -> None:
         from fastserial.distributed.comm.group import RankGroup
 
         RankGroup.held_for = _unguarded  # type: ignore[method-assign,assignment]
-    path, errors = Path(folder, "x.pt"), []
+    path, errors = Path(folder, "x.pt"), _errors_of_handler(folder)
 
     class Value:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -70,13 +70,6 @@ def handler(folder: str, control: str = "") -> None:
                 signal.raise_signal(signal.SIGUSR1)  # when rank 0 pickles
             return int, (7,)
 
-    def on_signal(*_: object) -> None:
-        try:
-            distributed.save({"step": 1}, Path(folder, "other.pt"), timeout=3)
-        except DistributedError as error:
-            errors.append(error)
-
-    signal.signal(signal.SIGUSR1, on_signal)
     for _ in range(2):
         if control:
             with pytest.raises((DistributedError, AttributeError)):
@@ -91,20 +84,9 @@ def handler(folder: str, control: str = "") -> None:
     fastserial.save({"y": 1}, Path(folder, f"{rank}.pt"))
 
 
-def _unguarded(self: Any, call: object) -> Any:
-    return pytest.MonkeyPatch.context()
-
-
-def writing_handler(folder: str) -> None:
-    """It saves while its rank writes what `save_async` could not copy: that is refused, too."""
-    rank, _ = ranks.join()
-    path, errors = Path(folder, "x.pt"), []
-    write = ShardWriter.write
-
-    def interrupted(self: ShardWriter, *given: Any) -> Any:
-        if rank == 0 and not errors:
-            signal.raise_signal(signal.SIGUSR1)
-        return write(self, *given)
+def _errors_of_handler(folder: str) -> list[DistributedError]:
+    """Let a handler of SIGUSR1 save; return the list to which the errors of these saves go."""
+    errors: list[DistributedError] = []
 
     def on_signal(*_: object) -> None:
         try:
@@ -113,6 +95,24 @@ def writing_handler(folder: str) -> None:
             errors.append(error)
 
     signal.signal(signal.SIGUSR1, on_signal)
+    return errors
+
+
+def _unguarded(self: Any, call: object) -> Any:
+    return pytest.MonkeyPatch.context()
+
+
+def writing_handler(folder: str) -> None:
+    """It saves while its rank writes what `save_async` could not copy: that is refused, too."""
+    rank, _ = ranks.join()
+    path, errors = Path(folder, "x.pt"), _errors_of_handler(folder)
+    write = ShardWriter.write
+
+    def interrupted(self: ShardWriter, *given: Any) -> Any:
+        if rank == 0 and not errors:
+            signal.raise_signal(signal.SIGUSR1)
+        return write(self, *given)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardWriter, "write", interrupted)
         state = {name: torch.ones(LARGE) for name in "ab"}  # of which each rank writes one
