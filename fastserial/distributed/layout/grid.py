@@ -27,7 +27,7 @@ class Grid:
         chunk: which of its elements it has, and where they are.
         is_whole: it has all of them.
         dtype: of the elements there.
-        offset: where they begin: an address of `reading.files`.
+        offset: where they begin: an address of `load.files`.
         order: the tensor's dimension for each of the array's, the outermost first.
         shape, steps: of the array; its strides (elements).
     """

@@ -204,7 +204,7 @@ def _pickler(
     """
     made, reduced = placeholders.made, placeholders.reduced
 
-    class StandInPickler(pickle.Pickler):
+    class PlaceholderPickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             if not isinstance(obj, torch.Tensor | FlatShard | LeafSpec):
                 return NotImplemented
@@ -223,7 +223,7 @@ def _pickler(
                 return _reduced(_on_host(obj, made.get(stored)))
             return NotImplemented
 
-    return StandInPickler
+    return PlaceholderPickler
 
 
 def _joined(like: LeafSpec, storage: Any) -> torch.Tensor:

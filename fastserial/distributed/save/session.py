@@ -5,11 +5,12 @@
 2. If the tables are alike, rank 0 makes the new file and sends the offsets of the records. Each
    rank finds out what it writes and sends, unless the last plan was the same, and opens the file.
 3. The bytes flow.
-4. Rank 0 gets the checksums, writes what needs them, syncs, renames.
+4. The ranks add their checksums up; each writes those in its own blocks, and syncs.
+5. Rank 0 syncs, and renames the file.
 
 The messages of a save (`RankGroup.decide_on_root`): what the ranks have, and the decision; what
-differs, if something does; that all are ready; with a base, what was cloned; what was written. With
-`merge="union"` the states first.
+differs, if something does; that all are ready; with a base, what was cloned; the checksums; what
+was written. With `merge="union"` the states first.
 """
 
 from __future__ import annotations
